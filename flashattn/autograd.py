@@ -1,0 +1,139 @@
+"""The operators, as torch.compile sees them, and the autograd function around them."""
+
+import warnings
+
+import torch
+
+from . import configs, reference
+
+
+def _lacks_bf16(device: torch.device) -> bool:
+    """Whether the device has no bf16 tensor cores, so that bf16 inputs run on the fp16 ones."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+
+
+def _saturate(x: torch.Tensor) -> torch.Tensor:
+    """x in fp16, values beyond its range at its ends; NaN stays NaN."""
+    largest = torch.finfo(torch.float16).max
+    return x.clamp(-largest, largest).to(torch.float16)
+
+
+def _forward_kernels(q, k, v, *, causal, scale):
+    from .forward import forward
+
+    if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
+        warnings.warn(
+            "flashattn: this GPU has no bf16 tensor cores, so bf16 inputs are computed in fp16: values beyond "
+            "65504 saturate (see docs/numerics.md). Inputs in torch.float16 save the conversions.",
+            stacklevel=2,
+        )
+        o, lse = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale)
+        return o.to(q.dtype), lse
+    tile = configs.choose("forward", q, q.shape[2], causal)
+    return forward(q, k, v, causal=causal, scale=scale, tile=tile)
+
+
+def _backward_kernels(q, k, v, o, lse, do, dlse, *, causal, scale, needs, dtype=None):
+    from .backward import backward
+
+    if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
+        # A power of two brings the incoming gradients into fp16's range; fp32 undoes it.
+        largest = do.abs().amax().float()
+        if dlse is not None:
+            largest, dlse = torch.maximum(largest, dlse.abs().amax()), dlse.float()
+        exponent = torch.frexp(largest).exponent
+        do = torch.ldexp(do.float(), -exponent).to(torch.float16)
+        dlse = None if dlse is None else torch.ldexp(dlse, -exponent)
+        halves = [_saturate(x) for x in (q, k, v, o)]
+        grads = _backward_kernels(*halves, lse, do, dlse, causal=causal, scale=scale, needs=needs, dtype=torch.float32)
+        return tuple(g if g is None else torch.ldexp(g, exponent).to(q.dtype) for g in grads)
+    return backward(
+        *(q, k, v, o, lse, do, dlse),
+        causal=causal,
+        scale=scale,
+        dkdv_tile=configs.choose("dkdv", q, k.shape[2], causal),
+        dq_tile=configs.choose("dq", q, q.shape[2], causal),
+        needs=needs,
+        dtype=dtype,
+    )
+
+
+_BACKENDS = {
+    "triton": (_forward_kernels, _backward_kernels),
+    "reference": (reference.forward, reference.backward),
+}
+
+_operators = torch.library.Library("flashattn", "DEF")
+_operators.define(
+    "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str backend) -> (Tensor o, Tensor lse)"
+)
+_operators.define(
+    "backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor dout, Tensor? dlse, "
+    "bool causal, float scale, str backend, bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+@torch.library.impl(_operators, "forward", "CompositeExplicitAutograd")
+def _forward(q, k, v, causal, scale, backend):
+    return _BACKENDS[backend][0](q, k, v, causal=causal, scale=scale)
+
+
+@torch.library.register_fake("flashattn::forward", lib=_operators)
+def _forward_fake(q, k, v, causal, scale, backend):
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.impl(_operators, "backward", "CompositeExplicitAutograd")
+def _backward(q, k, v, o, lse, do, dlse, causal, scale, backend, needs):
+    if do.numel() == 0:  # no query: no kernel would write dk and dv
+        grads = [torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
+    else:
+        backward = _BACKENDS[backend][1]
+        grads = backward(q, k, v, o, lse, do, dlse, causal=causal, scale=scale, needs=needs)
+    return tuple(q.new_empty(0) if g is None else g for g in grads)  # an operator returns tensors only
+
+
+@torch.library.register_fake("flashattn::backward", lib=_operators)
+def _backward_fake(q, k, v, o, lse, do, dlse, causal, scale, backend, needs):
+    inputs = zip((q, k, v), needs, strict=True)
+    return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in inputs)
+
+
+class _Attention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, q, k, v, causal, scale, backend):
+        o, lse = torch.ops.flashattn.forward(q, k, v, causal, scale, backend)
+        ctx.save_for_backward(q, k, v, o, lse)
+        ctx.settings = causal, scale, backend
+        ctx.set_materialize_grads(False)
+        return o, lse
+
+    @staticmethod
+    def backward(ctx, do, dlse):
+        q, k, v, o, lse = ctx.saved_tensors
+        do = torch.zeros_like(o) if do is None else do
+        needs = list(ctx.needs_input_grad[:3])
+        grads = _AttentionBackward.apply(q, k, v, o, lse, do, dlse, *ctx.settings, needs)
+        return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """The backward pass as a function of its own, so that differentiating it is refused, not wrong."""
+
+    @staticmethod
+    def forward(ctx, *args):
+        return torch.ops.flashattn.backward(*args)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise NotImplementedError(
+            "flashattn.attention: double backward (a gradient of its gradient) is not supported; "
+            "torch.nn.functional.scaled_dot_product_attention under SDPBackend.MATH has one"
+        )
+
+
+def attend(q, k, v, causal: bool, scale: float, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and natural log-sum-exp of validated tensors, differentiable where an input needs a gradient."""
+    if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
+        return _Attention.apply(q, k, v, causal, scale, backend)
+    return torch.ops.flashattn.forward(q, k, v, causal, scale, backend)

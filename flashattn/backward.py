@@ -1,0 +1,515 @@
+"""Backward pass: FlashAttention-2, algorithm 2, as two kernels, so that no sum needs an atomic.
+
+With P = exp(S - lse), dP = dO V^T and delta = rowsum(dO * O):
+    dS = P * (dP - delta),   dV = P^T dO,   dK = scale * dS^T Q,   dQ = scale * dS K.
+A gradient of lse adds dlse * P to dS: it is subtracted from delta. Both kernels rebuild P from lse.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .codegen import Launch, pack_strides
+from .configs import Tile, padded_head_dim, tile_constants
+from .primitives import (
+    LOG2E,
+    key_range,
+    load_tile,
+    query_range,
+    score_mask,
+    sequence_span,
+    softmax_from_lse,
+    store_tile,
+)
+
+DELTA_ROWS = 64
+
+
+@triton.jit
+def _load_lse(lse_ptr, offs_m, seqlen_q):
+    """lse, +inf where there is no row or the row has no key: exp(s - lse) is then 0, not NaN."""
+    lse = tl.load(lse_ptr + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
+    return tl.where(lse == float("-inf"), float("inf"), lse)
+
+
+@triton.jit(
+    do_not_specialize=["seqlen_q", "heads_q"] + [f"stride_{tensor}{axis}" for tensor in ("o", "do") for axis in "bhm"]
+)
+def delta_kernel(
+    o_ptr,
+    do_ptr,
+    dlse_ptr,
+    delta_ptr,
+    seqlen_q,
+    heads_q,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    stride_dob,
+    stride_doh,
+    stride_dom,
+    stride_dod,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    HAS_DLSE: tl.constexpr,
+):
+    blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    start_m = tl.program_id(0) % blocks * BLOCK_M
+    batch_head = tl.program_id(0) // blocks
+    batch = batch_head // heads_q
+    head = batch_head % heads_q
+    o_ptr = sequence_span(o_ptr, batch, head, stride_ob, stride_oh, STRIDE_UNIT)
+    do_ptr = sequence_span(do_ptr, batch, head, stride_dob, stride_doh, STRIDE_UNIT)
+    o = load_tile(o_ptr, start_m, seqlen_q, stride_om, stride_od, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    do = load_tile(do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    delta = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    row = batch_head.to(tl.int64) * seqlen_q + offs_m
+    if HAS_DLSE:
+        delta -= tl.load(dlse_ptr + row, mask=offs_m < seqlen_q, other=0.0)
+    tl.store(delta_ptr + row, delta, mask=offs_m < seqlen_q)
+
+
+@triton.jit
+def _accumulate_dkdv(
+    dk,
+    dv,
+    k,
+    v,
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    lse_ptr,
+    delta_ptr,
+    start_n,
+    begin,
+    full_begin,
+    full_end,
+    seqlen_q,
+    seqlen_k,
+    scale,
+    scale_log2,
+    stride_qm,
+    stride_qd,
+    stride_kn,
+    stride_kd,
+    stride_vn,
+    stride_vd,
+    stride_dom,
+    stride_dod,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
+    RELOAD: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The key block against its whole query blocks, or against all others: those at the diagonal and the edge.
+
+    Scores are transposed: [BLOCK_N, BLOCK_M].
+    """
+    whole = full_end - full_begin
+    for start in tl.range(begin if MASKED else full_begin, seqlen_q - whole if MASKED else full_end, BLOCK_M):
+        start_m = start
+        if MASKED:
+            start_m += tl.where(start < full_begin, 0, whole)  # one loop over both sides of the whole blocks
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        if RELOAD:
+            k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+        q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+        s = tl.dot(k, tl.trans(q), input_precision="ieee")
+        if MASKED:
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            live = score_mask(offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k, CAUSAL)
+            s = tl.where(live, s, float("-inf"))
+            lse = _load_lse(lse_ptr, offs_m, seqlen_q)
+        else:
+            lse = tl.load(lse_ptr + offs_m)
+        p = softmax_from_lse(s, scale, scale_log2, lse[None, :], q.dtype == tl.float32)
+        do = load_tile(
+            do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
+        )
+        if WITH_DV:
+            dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
+        if WITH_DK:
+            if RELOAD:
+                v = load_tile(
+                    v_ptr,
+                    start_n,
+                    seqlen_k,
+                    stride_vn,
+                    stride_vd,
+                    BLOCK_N,
+                    HEAD_DIM,
+                    BLOCK_D,
+                    STRIDE_UNIT,
+                    True,
+                )
+            dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+            if MASKED:
+                delta = tl.load(delta_ptr + offs_m, mask=offs_m < seqlen_q, other=0.0)
+            else:
+                delta = tl.load(delta_ptr + offs_m)
+            ds = p * (dp - delta[None, :])
+            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
+    return dk, dv
+
+
+@triton.jit(
+    do_not_specialize=["scale", "scale_log2", "seqlen_q", "seqlen_k", "heads_k", "group"]
+    + [f"stride_{tensor}{axis}" for tensor in ("q", "k", "v", "do", "dk", "dv") for axis in "bhmn"]
+)
+def dkdv_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    dk_ptr,
+    dv_ptr,
+    lse_ptr,
+    delta_ptr,
+    scale,
+    scale_log2,
+    seqlen_q,
+    seqlen_k,
+    heads_k,
+    group,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_vd,
+    stride_dob,
+    stride_doh,
+    stride_dom,
+    stride_dod,
+    stride_dkb,
+    stride_dkh,
+    stride_dkn,
+    stride_dkd,
+    stride_dvb,
+    stride_dvh,
+    stride_dvn,
+    stride_dvd,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WITH_DK: tl.constexpr,
+    WITH_DV: tl.constexpr,
+    RELOAD: tl.constexpr,
+):
+    """dK and dV of one key block, over every query head of its group.
+
+    RELOAD loads K and V anew for every query block: shared memory then holds one of them at a time.
+    """
+    blocks = tl.cdiv(seqlen_k, BLOCK_N)
+    start_n = tl.program_id(0) % blocks * BLOCK_N
+    batch = tl.program_id(0) // blocks // heads_k
+    head_k = tl.program_id(0) // blocks % heads_k
+
+    k_ptr = sequence_span(k_ptr, batch, head_k, stride_kb, stride_kh, STRIDE_UNIT)
+    v_ptr = sequence_span(v_ptr, batch, head_k, stride_vb, stride_vh, STRIDE_UNIT)
+    dk_ptr = sequence_span(dk_ptr, batch, head_k, stride_dkb, stride_dkh, STRIDE_UNIT)
+    dv_ptr = sequence_span(dv_ptr, batch, head_k, stride_dvb, stride_dvh, STRIDE_UNIT)
+    k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    begin, full_begin, full_end = query_range(start_n, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
+    for head in tl.range(head_k * group, head_k * group + group):
+        q_head = sequence_span(q_ptr, batch, head, stride_qb, stride_qh, STRIDE_UNIT)
+        do_head = sequence_span(do_ptr, batch, head, stride_dob, stride_doh, STRIDE_UNIT)
+        row = (batch.to(tl.int64) * heads_k * group + head) * seqlen_q
+        for MASKED in tl.static_range(2):
+            dk, dv = _accumulate_dkdv(
+                dk,
+                dv,
+                k,
+                v,
+                q_head,
+                k_ptr,
+                v_ptr,
+                do_head,
+                lse_ptr + row,
+                delta_ptr + row,
+                start_n,
+                begin,
+                full_begin,
+                full_end,
+                seqlen_q,
+                seqlen_k,
+                scale,
+                scale_log2,
+                stride_qm,
+                stride_qd,
+                stride_kn,
+                stride_kd,
+                stride_vn,
+                stride_vd,
+                stride_dom,
+                stride_dod,
+                HEAD_DIM,
+                BLOCK_D,
+                BLOCK_M,
+                BLOCK_N,
+                STRIDE_UNIT,
+                CAUSAL,
+                WITH_DK,
+                WITH_DV,
+                RELOAD,
+                MASKED,
+            )
+    if WITH_DK:
+        dk *= scale
+        store_tile(dk_ptr, dk, start_n, seqlen_k, stride_dkn, stride_dkd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+    if WITH_DV:
+        store_tile(dv_ptr, dv, start_n, seqlen_k, stride_dvn, stride_dvd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+
+
+@triton.jit
+def _accumulate_dq(
+    dq,
+    q,
+    do,
+    lse,
+    delta,
+    k_ptr,
+    v_ptr,
+    start_m,
+    begin,
+    end,
+    seqlen_q,
+    seqlen_k,
+    scale,
+    scale_log2,
+    stride_kn,
+    stride_kd,
+    stride_vn,
+    stride_vd,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The query block against the key blocks in [begin, end)."""
+    for start_n in tl.range(begin, end, BLOCK_N):
+        k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
+            s = tl.where(live, s, float("-inf"))
+        p = softmax_from_lse(s, scale, scale_log2, lse[:, None], q.dtype == tl.float32)
+        v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+        dp = tl.dot(do, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        ds = p * (dp - delta[:, None])
+        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+    return dq
+
+
+@triton.jit(
+    do_not_specialize=["scale", "scale_log2", "seqlen_q", "seqlen_k", "heads_q", "group"]
+    + [f"stride_{tensor}{axis}" for tensor in ("q", "k", "v", "do", "dq") for axis in "bhmn"]
+)
+def dq_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    do_ptr,
+    dq_ptr,
+    lse_ptr,
+    delta_ptr,
+    scale,
+    scale_log2,
+    seqlen_q,
+    seqlen_k,
+    heads_q,
+    group,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_vd,
+    stride_dob,
+    stride_doh,
+    stride_dom,
+    stride_dod,
+    stride_dqb,
+    stride_dqh,
+    stride_dqm,
+    stride_dqd,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """dQ of one query block."""
+    blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    if CAUSAL:
+        block = blocks - 1 - block  # the longest rows first, as in the forward pass
+    start_m = block * BLOCK_M
+    batch_head = tl.program_id(0) // blocks
+    batch = batch_head // heads_q
+    head = batch_head % heads_q
+
+    q_ptr = sequence_span(q_ptr, batch, head, stride_qb, stride_qh, STRIDE_UNIT)
+    k_ptr = sequence_span(k_ptr, batch, head // group, stride_kb, stride_kh, STRIDE_UNIT)
+    v_ptr = sequence_span(v_ptr, batch, head // group, stride_vb, stride_vh, STRIDE_UNIT)
+    do_ptr = sequence_span(do_ptr, batch, head, stride_dob, stride_doh, STRIDE_UNIT)
+    dq_ptr = sequence_span(dq_ptr, batch, head, stride_dqb, stride_dqh, STRIDE_UNIT)
+    row = batch_head.to(tl.int64) * seqlen_q
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    lse = _load_lse(lse_ptr + row, offs_m, seqlen_q)
+    delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seqlen_q, other=0.0)
+    q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    do = load_tile(do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    full_end, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
+    for MASKED in tl.static_range(2):
+        dq = _accumulate_dq(
+            dq,
+            q,
+            do,
+            lse,
+            delta,
+            k_ptr,
+            v_ptr,
+            start_m,
+            full_end if MASKED else 0,
+            end if MASKED else full_end,
+            seqlen_q,
+            seqlen_k,
+            scale,
+            scale_log2,
+            stride_kn,
+            stride_kd,
+            stride_vn,
+            stride_vd,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            BLOCK_N,
+            STRIDE_UNIT,
+            CAUSAL,
+            MASKED,
+        )
+    store_tile(dq_ptr, dq * scale, start_m, seqlen_q, stride_dqm, stride_dqd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+
+
+def delta_launch(o, do, dlse, delta) -> Launch:
+    """The launch that fills delta (batch, heads, seqlen_q) in fp32; dlse is None or shaped as delta."""
+    batch, heads_q, seqlen_q, head_dim = o.shape
+    strides, unit = pack_strides(o, do)
+    return Launch(
+        kernel=delta_kernel,
+        grid=triton.cdiv(seqlen_q, DELTA_ROWS) * batch * heads_q,
+        args=(o, do, delta if dlse is None else dlse, delta, seqlen_q, heads_q, *strides),
+        constants={
+            "HEAD_DIM": head_dim,
+            "BLOCK_D": padded_head_dim(head_dim),
+            "BLOCK_M": DELTA_ROWS,
+            "STRIDE_UNIT": unit,
+            "HAS_DLSE": dlse is not None,
+        },
+        options={"num_warps": 4, "num_stages": 1},
+    )
+
+
+def dkdv_launch(q, k, v, do, dk, dv, lse, delta, *, causal: bool, scale: float, tile: Tile) -> Launch:
+    """The launch that fills dk and dv; one that is None is not computed."""
+    batch, heads_q, seqlen_q, head_dim = q.shape
+    heads_k, seqlen_k = k.shape[1:3]
+    outputs = (k if dk is None else dk, v if dv is None else dv)  # an input stands in, and is not written
+    strides, unit = pack_strides(q, k, v, do, *outputs)
+    return Launch(
+        kernel=dkdv_kernel,
+        grid=triton.cdiv(seqlen_k, tile.block_n) * batch * heads_k,
+        args=(
+            *(q, k, v, do, *outputs, lse, delta),
+            *(scale, scale * LOG2E.value, seqlen_q, seqlen_k, heads_k, heads_q // max(heads_k, 1)),
+            *strides,
+        ),
+        constants=tile_constants(tile, head_dim, unit, causal)
+        | {"WITH_DK": dk is not None, "WITH_DV": dv is not None, "RELOAD": tile.reload},
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+
+
+def dq_launch(q, k, v, do, dq, lse, delta, *, causal: bool, scale: float, tile: Tile) -> Launch:
+    """The launch that fills dq."""
+    batch, heads_q, seqlen_q, head_dim = q.shape
+    heads_k, seqlen_k = k.shape[1:3]
+    strides, unit = pack_strides(q, k, v, do, dq)
+    return Launch(
+        kernel=dq_kernel,
+        grid=triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q,
+        args=(
+            *(q, k, v, do, dq, lse, delta),
+            *(scale, scale * LOG2E.value, seqlen_q, seqlen_k, heads_q, heads_q // max(heads_k, 1)),
+            *strides,
+        ),
+        constants=tile_constants(tile, head_dim, unit, causal),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+
+
+def backward(
+    q,
+    k,
+    v,
+    o,
+    lse,
+    do,
+    dlse,
+    *,
+    causal: bool,
+    scale: float,
+    dkdv_tile: Tile,
+    dq_tile: Tile,
+    needs,
+    dtype=None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    """dq, dk, dv, laid out as their inputs, in dtype (the inputs' unless given); None where needs is False.
+
+    Tensors as of forward(); do has any strides; dlse, the gradient of lse, may be None.
+    """
+    dq, dk, dv = (torch.empty_like(x, dtype=dtype) if need else None for x, need in zip((q, k, v), needs, strict=True))
+    delta = torch.empty_like(lse)
+    delta_launch(o, do, dlse, delta).run()
+    if dk is not None or dv is not None:
+        dkdv_launch(q, k, v, do, dk, dv, lse, delta, causal=causal, scale=scale, tile=dkdv_tile).run()
+    if dq is not None:
+        dq_launch(q, k, v, do, dq, lse, delta, causal=causal, scale=scale, tile=dq_tile).run()
+    return dq, dk, dv

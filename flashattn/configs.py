@@ -1,0 +1,378 @@
+"""Tiles: which there are for an architecture, which of them fit a device, and which one a call takes.
+
+Pure Python, no Triton. A table's entry is keyed by pass, bytes an element and padded head dim, and lists the
+candidates; the first is the default for long sequences. `scripts/tune.py` measures the candidates on the machine
+at hand and leaves a file in the user's cache folder, which `choose` prefers from then on.
+"""
+
+import functools
+import json
+import os
+import re
+import warnings
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+
+import torch
+
+PASSES = ("forward", "dkdv", "dq")
+
+
+@dataclass(frozen=True)
+class Tile:
+    """Rows of a query block and of a key block, warps a program, and stages of the load pipeline.
+
+    reload (dK/dV only) loads K and V anew for each query block, where shared memory cannot hold both.
+    registers and stack_bytes a thread are what ptxas may use for it on sm_75 (tests hold it to them).
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int = 1
+    reload: bool = False
+    registers: int = 255
+    stack_bytes: int = 0
+
+
+def padded_head_dim(head_dim: int) -> int:
+    """The power of two, 16 at least, that a kernel's tiles have for a head dim."""
+    return max(16, 1 << (head_dim - 1).bit_length())
+
+
+def tile_constants(tile: Tile, head_dim: int, stride_unit: int, causal: bool) -> dict[str, int | bool]:
+    """The constexpr arguments that every kernel with a tile takes."""
+    return {
+        "HEAD_DIM": head_dim,
+        "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "STRIDE_UNIT": stride_unit,
+        "CAUSAL": causal,
+    }
+
+
+_HALF, _FLOAT = 2, 4  # bytes an element: fp16 and bf16 share their tiles
+
+# {(pass, bytes an element): {padded head dim: candidates, the default for long sequences first}}
+Table = dict[tuple[str, int], dict[int, tuple[Tile, ...]]]
+
+# float32 runs on the FMA units of every architecture; so do 16-bit elements where the tensor cores are missing.
+_FLOAT_TILES: Table = {
+    ("forward", _FLOAT): {
+        32: (Tile(64, 32, 4, registers=122), Tile(32, 32, 4, registers=96, stack_bytes=8)),
+        64: (
+            Tile(64, 32, 4, registers=168, stack_bytes=8),
+            Tile(64, 64, 8, registers=128, stack_bytes=16),
+            Tile(32, 32, 4, registers=128),
+        ),
+        128: (
+            Tile(64, 32, 8, registers=128, stack_bytes=32),
+            Tile(32, 32, 4, registers=168, stack_bytes=32),
+            Tile(32, 16, 4, registers=142),
+            Tile(16, 16, 4, registers=107),
+        ),
+        256: (Tile(32, 16, 4, registers=255), Tile(16, 16, 4, registers=188, stack_bytes=16)),
+    },
+    ("dkdv", _FLOAT): {
+        32: (Tile(32, 32, 4, registers=142),),
+        64: (
+            Tile(32, 32, 4, registers=168, stack_bytes=16),
+            Tile(32, 32, 8, registers=118, stack_bytes=16),
+            Tile(16, 32, 4, registers=144, stack_bytes=16),
+        ),
+        128: (
+            Tile(16, 32, 8, registers=128, stack_bytes=8),
+            Tile(16, 16, 8, registers=114),
+            Tile(16, 16, 4, registers=168, stack_bytes=16),
+        ),
+        256: (Tile(16, 16, 8, reload=True, registers=186),),
+    },
+    ("dq", _FLOAT): {
+        32: (Tile(32, 32, 4, registers=240),),
+        64: (
+            Tile(32, 32, 8, registers=224),
+            Tile(32, 16, 4, registers=230),
+            Tile(16, 16, 4, registers=255, stack_bytes=24),
+        ),
+        128: (
+            Tile(16, 16, 8, registers=255),
+            Tile(32, 16, 8, registers=255, stack_bytes=224),
+            Tile(16, 16, 4, registers=255, stack_bytes=272),
+        ),
+        256: (Tile(16, 16, 8, registers=255, stack_bytes=224),),
+    },
+}
+
+TILES: dict[str, Table] = {
+    "sm_75": {
+        ("forward", _HALF): {
+            32: (Tile(128, 64, 4, registers=186), Tile(128, 32, 4, registers=155), Tile(64, 64, 4, registers=132)),
+            64: (
+                Tile(128, 64, 4, registers=255, stack_bytes=8),
+                Tile(256, 64, 8, registers=250),
+                Tile(128, 32, 4, registers=212),
+                Tile(64, 64, 4, registers=168, stack_bytes=16),
+                Tile(64, 32, 4, registers=132),
+            ),
+            128: (
+                Tile(128, 64, 8, registers=246),
+                Tile(128, 32, 8, registers=199),
+                Tile(64, 64, 8, registers=209),
+                Tile(64, 32, 4, registers=239),
+            ),
+            256: (
+                Tile(64, 32, 8, registers=255, stack_bytes=24),
+                Tile(32, 32, 4, registers=255, stack_bytes=24),
+                Tile(32, 16, 4, registers=255, stack_bytes=16),
+            ),
+        },
+        ("dkdv", _HALF): {
+            32: (Tile(32, 128, 4, registers=243), Tile(64, 64, 4, registers=233)),
+            64: (
+                Tile(32, 128, 8, registers=244),
+                Tile(64, 64, 8, registers=250),
+                Tile(64, 64, 4, registers=255, stack_bytes=8),
+                Tile(32, 64, 4, registers=242),
+            ),
+            128: (
+                Tile(32, 64, 8, registers=227),
+                Tile(32, 64, 4, registers=255, stack_bytes=136),
+                Tile(16, 64, 4, registers=255, stack_bytes=40),
+            ),
+            256: (Tile(16, 32, 4, registers=255, stack_bytes=288), Tile(16, 16, 4, registers=231)),
+        },
+        ("dq", _HALF): {
+            32: (Tile(128, 64, 4, registers=247), Tile(64, 64, 4, registers=140)),
+            64: (Tile(128, 64, 8, registers=178), Tile(64, 64, 4, registers=184), Tile(64, 32, 4, registers=160)),
+            128: (
+                Tile(64, 64, 4, registers=255, stack_bytes=344),
+                Tile(64, 32, 8, registers=255, stack_bytes=24),
+                Tile(32, 32, 4, registers=220),
+            ),
+            256: (Tile(32, 32, 8, registers=255, stack_bytes=16), Tile(16, 16, 4, registers=255, stack_bytes=64)),
+        },
+        **_FLOAT_TILES,
+    },
+    "sm_80": {
+        ("forward", _HALF): {
+            32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+            64: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
+            128: (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
+            256: (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)),
+        },
+        ("dkdv", _HALF): {
+            32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+            64: (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+            128: (Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
+            256: (Tile(32, 32, 8, 1), Tile(16, 64, 8, 2), Tile(16, 32, 4, 2)),
+        },
+        ("dq", _HALF): {
+            32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+            64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+            128: (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+            256: (Tile(32, 32, 8, 2), Tile(64, 32, 8, 2)),
+        },
+        **_FLOAT_TILES,
+    },
+    "sm_86": {
+        ("forward", _HALF): {
+            32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+            64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
+            128: (Tile(128, 32, 4, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+            256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+        },
+        ("dkdv", _HALF): {
+            32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+            64: (Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+            128: (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
+            256: (Tile(32, 32, 8, 1), Tile(16, 32, 4, 2)),
+        },
+        ("dq", _HALF): {
+            32: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+            64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+            128: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
+            256: (Tile(32, 32, 8, 2), Tile(32, 16, 4, 2)),
+        },
+        **_FLOAT_TILES,
+    },
+    "sm_90": {
+        ("forward", _HALF): {
+            32: (Tile(128, 128, 4, 2), Tile(64, 64, 4, 3)),
+            64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 4, 3)),
+            128: (Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+            256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+        },
+        ("dkdv", _HALF): {
+            32: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+            64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 3), Tile(32, 128, 4, 3), Tile(32, 64, 4, 3)),
+            128: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 3), Tile(32, 128, 8, 3), Tile(32, 64, 4, 2)),
+            256: (Tile(32, 64, 8, 2), Tile(32, 64, 4, 1), Tile(16, 64, 4, 1)),
+        },
+        ("dq", _HALF): {
+            32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+            64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 4, 3)),
+            128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+            256: (Tile(64, 64, 8, 1), Tile(64, 32, 4, 2)),
+        },
+        **_FLOAT_TILES,
+    },
+}
+
+
+def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability: int) -> int:
+    """Shared memory that a kernel takes at most, in bytes.
+
+    With m and n the block sizes, d the padded head dim, and b the buffers that the load pipeline holds of each
+    tile that streams by (num_stages; one less before sm_90; one, and no pipeline, on sm_75), in elements:
+
+        forward  m*d [Q] + b * 2*n*d [K, V]           unpipelined: m*d + n*d, as K is dead when V comes
+        dkdv     2*n*d [K, V] + b * 2*m*d [Q, dO]     reload: n*d [K or V] + 2*m*d
+        dq       2*m*d [Q, dO] + b * 2*n*d [K, V]
+
+    and m*n [P or dS] more where the output's tile is wider than tall, d > m (d > n for dkdv): its warps are then
+    laid out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses.
+    Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round,
+    and 8*m*b bytes for lse and delta; forward 8*m bytes, in float32 or on sm_90, for maxima and sums.
+    """
+    m, n, d = tile.block_m, tile.block_n, padded_head_dim(head_dim)
+    pipelined = capability >= 80 and tile.num_stages > 1
+    buffers = tile.num_stages - (capability < 90) if pipelined else 1
+    own, other = (n * d, m * d) if pass_ == "dkdv" else (m * d, n * d)  # a tile that is kept, one that streams by
+    crossing = m * n if own < d * d or itemsize == 4 else 0
+    if pass_ == "forward":
+        elements = own + (2 * buffers if pipelined else 1) * other + crossing
+        return elements * itemsize + (8 * m if capability >= 90 or itemsize == 4 else 0)
+    if pass_ == "dq":
+        streamed = 2 * buffers * other
+        return (2 * own + (streamed + crossing if pipelined else other + max(other, crossing))) * itemsize
+    kept = max(own, crossing) if tile.reload else 2 * own + crossing + m * n
+    return (kept + 2 * buffers * other) * itemsize + 8 * m * buffers
+
+
+@dataclass(frozen=True)
+class Device:
+    """What of a GPU decides its tiles; shared_bytes is what one program may ask for."""
+
+    name: str
+    capability: int
+    shared_bytes: int
+
+    @property
+    def architecture(self) -> str:
+        """The table that serves it: its own, or that of its nearest kin."""
+        if self.capability < 80:
+            return "sm_75"
+        if self.capability in (80, 87):
+            return "sm_80"
+        return "sm_90" if 90 <= self.capability < 120 else "sm_86"  # from 120 on: consumer chips, 99 KB as sm_86
+
+    @property
+    def code_path(self) -> str:
+        """How dots of 16-bit elements compile: "tensor" cores, or "scalar" (sm_75 under Triton from 3.3 on)."""
+        return "scalar" if self.capability < 80 and _triton_release() >= (3, 3) else "tensor"
+
+
+INTERPRETER = Device("interpreter", 75, 65536)  # a laptop runs the T4's tiles
+
+
+@functools.cache
+def _triton_release() -> tuple[int, int]:
+    major, minor = metadata.version("triton").split(".")[:2]
+    return int(major), int(minor)
+
+
+@functools.cache
+def device_of(device: torch.device) -> Device:
+    """The facts of a torch device; a CPU stands for Triton's interpreter."""
+    if device.type != "cuda":
+        return INTERPRETER
+    properties = torch.cuda.get_device_properties(device)
+    capability = 10 * properties.major + properties.minor
+    return Device(properties.name, capability, properties.shared_memory_per_block_optin)
+
+
+def length_bucket(length: int) -> int:
+    """The power of two, from 16 to 32768, that stands for a length."""
+    return min(max(16, 1 << (length - 1).bit_length()), 32768) if length else 16
+
+
+def candidates(pass_: str, device: Device, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
+    """The shipped tiles of a pass that fit the device's shared memory, in the table's order."""
+    scalar = device.code_path == "scalar" and device is not INTERPRETER
+    itemsize = _FLOAT if scalar else dtype.itemsize  # without tensor cores 16-bit tiles are laid out as fp32 ones
+    table = TILES[device.architecture][pass_, itemsize][max(32, padded_head_dim(head_dim))]
+    return tuple(
+        tile for tile in table if smem_bytes(pass_, tile, head_dim, itemsize, device.capability) <= device.shared_bytes
+    )
+
+
+def default_tile(tiles: tuple[Tile, ...], pass_: str, bucket: int) -> Tile:
+    """The first tile whose own block (keys for dkdv, else queries) is no longer than the bucket, else the shortest."""
+
+    def own_rows(tile: Tile) -> int:
+        return tile.block_n if pass_ == "dkdv" else tile.block_m
+
+    return next((tile for tile in tiles if own_rows(tile) <= bucket), min(tiles, key=own_rows))
+
+
+def choose(pass_: str, q: torch.Tensor, length: int, causal: bool) -> Tile:
+    """The tile for tensors like q: as tuned on this machine, else the shipped default.
+
+    length is that of the program's own axis: queries, or keys for "dkdv"; only its power-of-two bucket counts.
+    """
+    return _choose(pass_, device_of(q.device), q.dtype, q.shape[-1], length_bucket(length), causal)
+
+
+@functools.cache
+def _choose(pass_: str, device: Device, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> Tile:
+    tiles = candidates(pass_, device, dtype, head_dim)
+    tuned = load_tuned(device).get(tuned_key(pass_, dtype, head_dim, bucket, causal))
+    return tuned if tuned in tiles else default_tile(tiles, pass_, bucket)
+
+
+def cache_dir() -> Path:
+    """Where tuned tiles live: $FLASHATTN_CACHE_DIR, else the user's cache folder."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("FLASHATTN_CACHE_DIR") or Path(base) / "flashattn")
+
+
+def tuned_file(device: Device) -> Path:
+    """One file for each GPU, Triton release and code path."""
+    gpu = re.sub(r"[^A-Za-z0-9]+", "_", device.name)
+    return cache_dir() / f"{gpu}_triton{metadata.version('triton')}_{device.code_path}.json"
+
+
+def tuned_key(pass_: str, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> str:
+    """What a tuned tile is for: fp16 and bf16 share it, as do head dims that are padded to the same."""
+    mask = "causal" if causal else "full"
+    return f"{pass_} {8 * dtype.itemsize}bit d{padded_head_dim(head_dim)} n{bucket} {mask}"
+
+
+@functools.cache
+def load_tuned(device: Device) -> dict[str, Tile]:
+    """The tiles tuned for this device, by tuned_key; empty where none were, or where the file cannot be read."""
+    if device is INTERPRETER:
+        return {}
+    path = tuned_file(device)
+    try:
+        return {key: Tile(**tile) for key, tile in json.loads(path.read_text()).items()}
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, TypeError, AttributeError) as error:
+        warnings.warn(f"flashattn: tuned tiles in {path} are ignored: {error}", stacklevel=2)
+        return {}
+
+
+def save_tuned(device: Device, tiles: dict[str, Tile]) -> Path:
+    """Add tuned tiles to the device's file, and use them from now on."""
+    path = tuned_file(device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    merged = {key: asdict(tile) for key, tile in (load_tuned(device) | tiles).items()}
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(merged, indent=1, sort_keys=True))
+    partial.replace(path)  # a reader sees the old file or the new one
+    load_tuned.cache_clear()
+    _choose.cache_clear()
+    return path

@@ -1,0 +1,175 @@
+"""Forward pass: FlashAttention-2, algorithm 1. One program per query block of one head."""
+
+import torch
+import triton
+import triton.language as tl
+
+from .codegen import Launch, pack_strides
+from .configs import Tile, tile_constants
+from .primitives import LOG2E, key_range, load_tile, score_mask, sequence_span, softmax_step, store_tile
+
+
+@triton.jit
+def _attend(
+    acc,
+    m_i,
+    l_i,
+    q,
+    k_ptr,
+    v_ptr,
+    start_m,
+    begin,
+    end,
+    seqlen_q,
+    seqlen_k,
+    scale_log2,
+    stride_kn,
+    stride_kd,
+    stride_vn,
+    stride_vd,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """The query block against the key blocks in [begin, end)."""
+    for start_n in tl.range(begin, end, BLOCK_N):
+        k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
+            s = tl.where(live, s, float("-inf"))
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, MASKED)
+        v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+    return acc, m_i, l_i
+
+
+# Only tensors and last strides are specialised: no length, batch or head count compiles the kernel anew.
+@triton.jit(
+    do_not_specialize=["scale_log2", "seqlen_q", "seqlen_k", "heads_q", "group"]
+    + [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhmn"]
+)
+def forward_kernel(
+    q_ptr,
+    k_ptr,
+    v_ptr,
+    o_ptr,
+    lse_ptr,
+    scale_log2,
+    seqlen_q,
+    seqlen_k,
+    heads_q,
+    group,
+    stride_qb,
+    stride_qh,
+    stride_qm,
+    stride_qd,
+    stride_kb,
+    stride_kh,
+    stride_kn,
+    stride_kd,
+    stride_vb,
+    stride_vh,
+    stride_vn,
+    stride_vd,
+    stride_ob,
+    stride_oh,
+    stride_om,
+    stride_od,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    blocks = tl.cdiv(seqlen_q, BLOCK_M)
+    block = tl.program_id(0) % blocks
+    if CAUSAL:
+        block = blocks - 1 - block  # the longest rows first, so that the last programs to run are short
+    start_m = block * BLOCK_M
+    batch_head = tl.program_id(0) // blocks
+    batch = batch_head // heads_q
+    head = batch_head % heads_q
+
+    q_ptr = sequence_span(q_ptr, batch, head, stride_qb, stride_qh, STRIDE_UNIT)
+    k_ptr = sequence_span(k_ptr, batch, head // group, stride_kb, stride_kh, STRIDE_UNIT)
+    v_ptr = sequence_span(v_ptr, batch, head // group, stride_vb, stride_vh, STRIDE_UNIT)
+    o_ptr = sequence_span(o_ptr, batch, head, stride_ob, stride_oh, STRIDE_UNIT)
+
+    q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    l_i = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    full_end, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
+    for MASKED in tl.static_range(2):
+        acc, m_i, l_i = _attend(
+            acc,
+            m_i,
+            l_i,
+            q,
+            k_ptr,
+            v_ptr,
+            start_m,
+            full_end if MASKED else 0,
+            end if MASKED else full_end,
+            seqlen_q,
+            seqlen_k,
+            scale_log2,
+            stride_kn,
+            stride_kd,
+            stride_vn,
+            stride_vd,
+            HEAD_DIM,
+            BLOCK_D,
+            BLOCK_M,
+            BLOCK_N,
+            STRIDE_UNIT,
+            CAUSAL,
+            MASKED,
+        )
+
+    # A row without a key: sum 0, output 0, lse -inf.
+    empty = l_i == 0.0
+    l_i = tl.where(empty, 1.0, l_i)
+    o = acc / l_i[:, None]
+    lse = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) / LOG2E)
+    store_tile(o_ptr, o, start_m, seqlen_q, stride_om, stride_od, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+    offs_m = start_m + tl.arange(0, BLOCK_M)
+    tl.store(lse_ptr + batch_head.to(tl.int64) * seqlen_q + offs_m, lse, mask=offs_m < seqlen_q)
+
+
+def forward_launch(q, k, v, o, lse, *, causal: bool, scale: float, tile: Tile) -> Launch:
+    """The launch that fills o and lse, for tensors of forward()."""
+    batch, heads_q, seqlen_q, head_dim = q.shape
+    heads_k, seqlen_k = k.shape[1:3]
+    strides, unit = pack_strides(q, k, v, o)
+    return Launch(
+        kernel=forward_kernel,
+        grid=triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q,
+        args=(
+            *(q, k, v, o, lse),
+            *(scale * LOG2E.value, seqlen_q, seqlen_k, heads_q, heads_q // max(heads_k, 1)),
+            *strides,
+        ),
+        constants=tile_constants(tile, head_dim, unit, causal),
+        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+    )
+
+
+def forward(q, k, v, *, causal: bool, scale: float, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output, laid out as q is, and natural log-sum-exp (batch, heads, seqlen_q) of the scores, in fp32.
+
+    q (batch, heads, seqlen_q, head_dim); k and v (batch, heads_k, seqlen_k, head_dim), heads a multiple of
+    heads_k; scale positive.
+    """
+    o = torch.empty_like(q)
+    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    forward_launch(q, k, v, o, lse, causal=causal, scale=scale, tile=tile).run()
+    return o, lse

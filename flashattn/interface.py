@@ -1,0 +1,153 @@
+"""The public functions: docstring, validation, dispatch."""
+
+import importlib.util
+import math
+import os
+import warnings
+
+import torch
+
+from .autograd import attend
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
+BACKENDS = ("auto", "triton", "reference")
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+# Triton reads the variable when a kernel is decorated: from then on the process interprets, or it does not.
+INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    return_lse: bool = False,
+    backend: str = "auto",
+) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+    """Exact attention, softmax(scale * q k^T) v, in memory linear in the lengths; differentiable once.
+
+    Args:
+        q: (batch, heads, seqlen_q, head_dim) in float16, bfloat16 or float32, on any device, with any strides.
+            Lengths may be 0; head_dim is 1 to 256. Under autocast q, k and v are cast to its dtype.
+        k, v: (batch, heads_k, seqlen_k, head_dim), like q. heads is a multiple of heads_k: query head h attends
+            to key head h // (heads // heads_k), and no key is copied for it.
+        causal: query i sees key j when j <= i + seqlen_k - seqlen_q (aligned at the bottom right):
+
+                seqlen_q 2, seqlen_k 4      seqlen_q 4, seqlen_k 2
+                    1 1 1 0                     0 0
+                    1 1 1 1                     0 0
+                                                1 0
+                                                1 1
+
+            A row that sees no key has output 0, lse -inf and gradient 0.
+        scale: factor of the scores, head_dim**-0.5 if None.
+        return_lse: also return the natural logarithm of each row's sum of exp(scale * q k^T).
+        backend: "triton" (CUDA tensors, or CPU tensors under TRITON_INTERPRET=1, but for bfloat16), "reference"
+            (the same algorithm in PyTorch, any device), or "auto": Triton where it can, else the reference.
+
+    Returns:
+        The output, shaped, typed and laid out as q; with return_lse also lse (batch, heads, seqlen_q) in float32.
+
+    Raises:
+        TypeError, ValueError: an argument is not as above; the message names it, what came, what is accepted.
+        NotImplementedError: backend="triton" where it cannot run; a gradient of a gradient.
+
+    The same inputs give the same bits, forward and backward. float32 uses IEEE products, never TF32; scores,
+    softmax and sums are float32 for every dtype. Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
+    """
+    q, k, v = _autocast(q, k, v)
+    _validate(q, k, v, causal, scale, backend)
+    backend = backend_for(q) if backend == "auto" else backend
+    if backend == "triton":
+        _require_triton(q)
+    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+    if scale <= 0:  # the kernels take the maximum before they scale
+        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    o, lse = attend(q, k, v, causal, scale, backend)
+    return (o, lse) if return_lse else o
+
+
+def flash_attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, causal: bool = False, use_triton: bool | None = None
+) -> torch.Tensor:
+    """`attention` under another spelling: use_triton is None (backend "auto"), True ("triton"), False ("reference")."""
+    if use_triton is not None and not isinstance(use_triton, bool):
+        raise TypeError(f"use_triton must be None, True or False, got {use_triton!r}")
+    backend = {None: "auto", True: "triton", False: "reference"}[use_triton]
+    return attention(q, k, v, causal=causal, backend=backend)
+
+
+def backend_for(q: torch.Tensor) -> str:
+    """What backend="auto" takes for a tensor like q: "triton" or "reference"."""
+    if q.device.type == "cuda":
+        if HAS_TRITON:
+            return "triton"
+        warnings.warn("flashattn: Triton is not installed; attention runs on its slow PyTorch reference", stacklevel=3)
+    elif q.device.type == "cpu" and INTERPRETED and q.dtype != torch.bfloat16:
+        return "triton"
+    return "reference"
+
+
+def _require_triton(q: torch.Tensor) -> None:
+    """Refuse backend="triton" by name where it cannot run."""
+    if not HAS_TRITON:
+        raise NotImplementedError("backend='triton' needs the package triton, which is not installed")
+    if q.device.type == "cpu" and INTERPRETED:
+        if q.dtype == torch.bfloat16:
+            raise NotImplementedError(
+                "backend='triton' interpreted on a CPU takes float16 or float32, got q in bfloat16: Triton's "
+                "interpreter computes bfloat16 wrongly; use backend='auto' or 'reference'"
+            )
+    elif q.device.type != "cuda":
+        raise NotImplementedError(
+            f"backend='triton' takes CUDA tensors, or CPU tensors where TRITON_INTERPRET=1 was set before flashattn "
+            f"was imported; got q on {q.device}; use backend='auto' or 'reference'"
+        )
+
+
+def _autocast(*tensors):
+    """The tensors in autocast's dtype, where autocast is on for their device."""
+    device = tensors[0].device.type if isinstance(tensors[0], torch.Tensor) else "cpu"
+    if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
+        return tensors
+    dtype = torch.get_autocast_dtype(device)
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in tensors)
+
+
+def _validate(q, k, v, causal, scale, backend) -> None:
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if not isinstance(x, torch.Tensor):
+            raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.dim() != 4:
+            raise ValueError(
+                f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {tuple(x.shape)}"
+            )
+        if x.dtype not in DTYPES:
+            raise TypeError(f"{name} must be float16, bfloat16 or float32, got {x.dtype}")
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} must have q's dtype {q.dtype}, got {x.dtype}")
+        if x.device != q.device:
+            raise ValueError(f"{name} must be on q's device {q.device}, got {x.device}")
+    batch, heads, _, head_dim = q.shape
+    if not 1 <= head_dim <= MAX_HEAD_DIM:
+        raise ValueError(f"q must have a head_dim from 1 to {MAX_HEAD_DIM}, got {head_dim}")
+    for name, x in (("k", k), ("v", v)):
+        if x.shape[0] != batch or x.shape[3] != head_dim:
+            raise ValueError(f"{name} must have q's batch {batch} and head_dim {head_dim}, got shape {tuple(x.shape)}")
+        if x.shape != k.shape:
+            raise ValueError(f"v must have k's shape {tuple(k.shape)}, got {tuple(v.shape)}")
+    heads_k = k.shape[1]
+    if heads % heads_k if heads_k else heads:
+        raise ValueError(f"q's heads must be a multiple of k's heads, got {heads} and {heads_k}")
+    if not isinstance(causal, bool):
+        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+    if scale is not None:
+        if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+            raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
+        if not math.isfinite(scale):
+            raise ValueError(f"scale must be finite, got {scale}")
+    if backend not in BACKENDS:
+        raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")

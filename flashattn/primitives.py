@@ -1,0 +1,140 @@
+"""Device helpers that the kernels share: the seams where a variant of attention plugs in.
+
+Where a head's rows begin (`sequence_span`), which blocks a program visits (`key_range`, and its transpose
+`query_range`), which scores live (`score_mask`), and one step of the online softmax (`softmax_step`).
+Exponentials are base 2 throughout: exp(x) = exp2(x * LOG2E), and the scale of the scores carries the LOG2E.
+"""
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sequence_span(ptr, batch, head, stride_b, stride_h, STRIDE_UNIT: tl.constexpr):
+    """Pointer to the first row of one head. 64-bit, as every offset here: tensors pass 2**31 elements."""
+    return ptr + (batch * stride_b.to(tl.int64) + head * stride_h.to(tl.int64)) * STRIDE_UNIT
+
+
+@triton.jit
+def key_range(start_m, seqlen_q, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Keys for the query block at start_m: whole blocks without a mask in [0, full_end), masked up to end."""
+    full_end = seqlen_k
+    end = seqlen_k
+    if CAUSAL:
+        diagonal = start_m + seqlen_k - seqlen_q  # the last key that the block's first row sees
+        full_end = tl.minimum(tl.maximum(diagonal + 1, 0), seqlen_k)
+        end = tl.minimum(tl.maximum(diagonal + BLOCK_M, 0), seqlen_k)
+    return full_end // BLOCK_N * BLOCK_N, end
+
+
+@triton.jit
+def query_range(start_n, seqlen_q, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
+    """Queries for the key block at start_n: masked blocks from begin on, whole ones in [full_begin, full_end)."""
+    begin = 0
+    full_begin = 0
+    full_end = seqlen_q // BLOCK_M * BLOCK_M
+    if CAUSAL:
+        diagonal = start_n + seqlen_q - seqlen_k  # the first row that sees the block's first key
+        last_key = tl.minimum(start_n + BLOCK_N, seqlen_k) - 1 - start_n
+        begin = tl.maximum(diagonal, 0) // BLOCK_M * BLOCK_M
+        full_begin = tl.cdiv(tl.maximum(diagonal + last_key, 0), BLOCK_M) * BLOCK_M
+        full_end = tl.maximum(full_end, full_begin)
+    return begin, full_begin, full_end
+
+
+@triton.jit
+def score_mask(offs_m, offs_n, seqlen_q, seqlen_k, CAUSAL: tl.constexpr):
+    """True where a score lives; offs_m and offs_n broadcast against each other, in either order."""
+    live = offs_n < seqlen_k
+    if CAUSAL:
+        live = live & (offs_n <= offs_m + (seqlen_k - seqlen_q))
+    return live
+
+
+@triton.jit
+def softmax_step(s, m_i, l_i, scale_log2, MASKED: tl.constexpr):
+    """One block of the online softmax (FlashAttention-2, algorithm 1, lines 8 to 10).
+
+    s [BLOCK_M, BLOCK_N] are unscaled scores, m_i and l_i [BLOCK_M] the running maximum (of scaled scores,
+    base 2) and sum. Returns p, alpha (what the accumulator is to be multiplied by), m_i, l_i.
+    """
+    m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
+    # A row that has seen no key keeps its maximum at -inf, and -inf - -inf would be NaN.
+    m_ref = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
+    p = tl.exp2(s * scale_log2 - m_ref[:, None])  # one FFMA: the scale is not applied to s on its own
+    alpha = tl.exp2(m_i - m_ref)
+    return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def softmax_from_lse(s, scale, scale_log2, lse, ACCURATE: tl.constexpr):
+    """P = exp(scale * s - lse), rebuilt from unscaled scores and the natural lse, which broadcasts against them.
+
+    Base-2 lse rounds once more, by up to 2**-24 of its size: invisible in 16-bit P, half of its error in float32.
+    """
+    if ACCURATE:
+        return tl.exp2((s * scale - lse) * LOG2E)
+    else:
+        return tl.exp2(s * scale_log2 - lse * LOG2E)
+
+
+@triton.jit
+def tile_ptrs(
+    row_ptr, start, stride_row, stride_d, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr
+):
+    """Pointers [ROWS, BLOCK_D] to the rows from start on."""
+    stride = stride_row.to(tl.int64) * STRIDE_UNIT
+    offs_row = tl.arange(0, ROWS).to(tl.int64) * stride
+    offs_d = tl.arange(0, BLOCK_D).to(tl.int64) * stride_d
+    return row_ptr + start * stride + offs_row[:, None] + offs_d[None, :]
+
+
+@triton.jit
+def tile_mask(start, seqlen, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
+    """True on the elements of a tile [ROWS, BLOCK_D] that exist."""
+    rows = start + tl.arange(0, ROWS) < seqlen
+    return rows[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+
+
+@triton.jit
+def load_tile(
+    row_ptr,
+    start,
+    seqlen,
+    stride_row,
+    stride_d,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Rows start to start + ROWS of one head, [ROWS, BLOCK_D], zero where there is no element."""
+    ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT)
+    if MASKED:
+        return tl.load(ptrs, mask=tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D), other=0.0)
+    elif HEAD_DIM < BLOCK_D:
+        return tl.load(ptrs, mask=(tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], other=0.0)
+    else:
+        return tl.load(ptrs)
+
+
+@triton.jit
+def store_tile(
+    row_ptr,
+    tile,
+    start,
+    seqlen,
+    stride_row,
+    stride_d,
+    ROWS: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr,
+):
+    """The inverse of load_tile, in the element type of the pointer."""
+    ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT)
+    mask = tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D)
+    tl.store(ptrs, tile.to(row_ptr.dtype.element_ty), mask=mask)

@@ -1,0 +1,96 @@
+"""Inputs for tests and benchmarks, and the one tolerance helper."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+# Where the baseline is not finite it is no baseline: the error is then held to this share of max|exact|,
+# 2**-6 for 16-bit inputs whose scores reach 1e5 (fp32 scores there are 0.008 apart).
+ABSOLUTE_BOUND = 2.0**-6
+
+
+class Report(NamedTuple):
+    """One comparison: largest absolute errors against the oracle, and where ours is."""
+
+    what: str
+    dtype: str
+    error: float
+    baseline_error: float
+    bound: float
+    index: tuple[int, ...]
+
+    @property
+    def ok(self) -> bool:
+        return self.error <= self.bound  # False for NaN
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.ok else "WRONG"
+        return (
+            f"{self.what} ({self.dtype}): error {self.error:.3e} at {self.index}, PyTorch {self.baseline_error:.3e}, "
+            f"bound {self.bound:.3e}: {verdict}"
+        )
+
+
+# Called with every report; the test suite records them.
+listeners: list[Callable[[Report], None]] = []
+
+
+def _largest_error(actual: torch.Tensor, exact: torch.Tensor) -> tuple[float, tuple[int, ...]]:
+    """Largest |actual - exact| and its index; equal infinities differ by 0, NaN by infinity."""
+    if exact.numel() == 0:
+        return 0.0, ()
+    difference = torch.where(actual == exact, 0.0, (actual - exact).abs())
+    difference = difference.nan_to_num(nan=float("inf"), posinf=float("inf"))
+    worst = int(difference.argmax())
+    index = tuple(int(i) for i in torch.unravel_index(torch.tensor(worst), exact.shape))
+    return float(difference.flatten()[worst]), index
+
+
+def check(what: str, actual, exact, baseline, dtype: torch.dtype | None = None) -> Report:
+    """Hold a result to at most twice the error of PyTorch in the same dtype, plus 2 * eps * max|exact|.
+
+    exact is the fp64 oracle, baseline the same in PyTorch in the inputs' dtype; dtype (actual's, unless given)
+    is the one whose eps counts. Raises AssertionError with both errors and the worst index.
+    """
+    dtype = actual.dtype if dtype is None else dtype
+    if actual.shape != exact.shape:
+        raise AssertionError(f"{what}: shape {tuple(actual.shape)} is not {tuple(exact.shape)}")
+    actual, exact, baseline = (x.detach().double() for x in (actual, exact, baseline))
+    error, index = _largest_error(actual, exact)
+    baseline_error, _ = _largest_error(baseline, exact)
+    finite = exact[exact.isfinite()]
+    largest = float(finite.abs().max()) if finite.numel() else 0.0
+    if baseline_error == float("inf"):
+        bound = ABSOLUTE_BOUND * largest
+    else:
+        bound = 2 * baseline_error + 2 * torch.finfo(dtype).eps * largest
+    report = Report(what, str(dtype).removeprefix("torch."), error, baseline_error, bound, index)
+    for listener in listeners:
+        listener(report)
+    if not report.ok:
+        raise AssertionError(str(report))
+    return report
+
+
+def make_inputs(
+    batch: int,
+    heads: int,
+    seqlen_q: int,
+    seqlen_k: int,
+    head_dim: int,
+    *,
+    heads_k: int | None = None,
+    dtype: torch.dtype = torch.float16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+    requires_grad: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Standard normal q (batch, heads, seqlen_q, head_dim), k and v (batch, heads_k, seqlen_k, head_dim)."""
+    generator = torch.Generator(device).manual_seed(seed)
+    heads_k = heads if heads_k is None else heads_k
+    shapes = (batch, heads, seqlen_q, head_dim), *[(batch, heads_k, seqlen_k, head_dim)] * 2
+    return tuple(
+        torch.randn(shape, generator=generator, device=device).to(dtype).requires_grad_(requires_grad)
+        for shape in shapes
+    )

@@ -15,7 +15,7 @@ def _lacks_bf16(device: torch.device) -> bool:
 def _saturate(x: torch.Tensor) -> torch.Tensor:
     """x in fp16, values beyond its range at its ends; NaN stays NaN."""
     largest = torch.finfo(torch.float16).max
-    return x.clamp(-largest, largest).to(torch.float16)
+    return x.to(torch.float16).clamp(-largest, largest)  # before the cast, bf16 would round the bound up
 
 
 def _forward_kernels(q, k, v, *, causal, scale):
@@ -27,28 +27,30 @@ def _forward_kernels(q, k, v, *, causal, scale):
             "65504 saturate (see docs/numerics.md). Inputs in torch.float16 save the conversions.",
             stacklevel=2,
         )
-        o, lse = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale)
-        return o.to(q.dtype), lse
+        o, lse_log2 = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale)
+        return o.to(q.dtype), lse_log2
     tile = configs.choose("forward", q, q.shape[2], causal)
     return forward(q, k, v, causal=causal, scale=scale, tile=tile)
 
 
-def _backward_kernels(q, k, v, o, lse, do, dlse, *, causal, scale, needs, dtype=None):
+def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, needs, dtype=None):
     from .backward import backward
 
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
         # A power of two brings the incoming gradients into fp16's range; fp32 undoes it.
         largest = do.abs().amax().float()
-        if dlse is not None:
-            largest, dlse = torch.maximum(largest, dlse.abs().amax()), dlse.float()
+        if dlse_log2 is not None:
+            largest = torch.maximum(largest, dlse_log2.abs().amax())
         exponent = torch.frexp(largest).exponent
         do = torch.ldexp(do.float(), -exponent).to(torch.float16)
-        dlse = None if dlse is None else torch.ldexp(dlse, -exponent)
+        dlse_log2 = None if dlse_log2 is None else torch.ldexp(dlse_log2, -exponent)
         halves = [_saturate(x) for x in (q, k, v, o)]
-        grads = _backward_kernels(*halves, lse, do, dlse, causal=causal, scale=scale, needs=needs, dtype=torch.float32)
+        grads = _backward_kernels(
+            *halves, lse_log2, do, dlse_log2, causal=causal, scale=scale, needs=needs, dtype=torch.float32
+        )
         return tuple(g if g is None else torch.ldexp(g, exponent).to(q.dtype) for g in grads)
     return backward(
-        *(q, k, v, o, lse, do, dlse),
+        *(q, k, v, o, lse_log2, do, dlse_log2),
         causal=causal,
         scale=scale,
         dkdv_tile=configs.choose("dkdv", q, k.shape[2], causal),
@@ -58,17 +60,27 @@ def _backward_kernels(q, k, v, o, lse, do, dlse, *, causal, scale, needs, dtype=
     )
 
 
+def _without_autocast(fn):
+    """The reference's products stay fp32 under autocast, which has cast q, k and v already."""
+
+    def wrapped(q, *args, **kwargs):
+        with torch.autocast(q.device.type, enabled=False):
+            return fn(q, *args, **kwargs)
+
+    return wrapped
+
+
 _BACKENDS = {
     "triton": (_forward_kernels, _backward_kernels),
-    "reference": (reference.forward, reference.backward),
+    "reference": (_without_autocast(reference.forward), _without_autocast(reference.backward)),
 }
 
 _operators = torch.library.Library("flashattn", "DEF")
 _operators.define(
-    "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str backend) -> (Tensor o, Tensor lse)"
+    "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str backend) -> (Tensor o, Tensor lse_log2)"
 )
 _operators.define(
-    "backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor dout, Tensor? dlse, "
+    "backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse_log2, Tensor dout, Tensor? dlse_log2, "
     "bool causal, float scale, str backend, bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
@@ -84,17 +96,17 @@ def _forward_fake(q, k, v, causal, scale, backend):
 
 
 @torch.library.impl(_operators, "backward", "CompositeExplicitAutograd")
-def _backward(q, k, v, o, lse, do, dlse, causal, scale, backend, needs):
+def _backward(q, k, v, o, lse_log2, do, dlse_log2, causal, scale, backend, needs):
     if do.numel() == 0:  # no query: no kernel would write dk and dv
         grads = [torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
     else:
         backward = _BACKENDS[backend][1]
-        grads = backward(q, k, v, o, lse, do, dlse, causal=causal, scale=scale, needs=needs)
+        grads = backward(q, k, v, o, lse_log2, do, dlse_log2, causal=causal, scale=scale, needs=needs)
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # an operator returns tensors only
 
 
 @torch.library.register_fake("flashattn::backward", lib=_operators)
-def _backward_fake(q, k, v, o, lse, do, dlse, causal, scale, backend, needs):
+def _backward_fake(q, k, v, o, lse_log2, do, dlse_log2, causal, scale, backend, needs):
     inputs = zip((q, k, v), needs, strict=True)
     return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in inputs)
 
@@ -102,18 +114,18 @@ def _backward_fake(q, k, v, o, lse, do, dlse, causal, scale, backend, needs):
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, scale, backend):
-        o, lse = torch.ops.flashattn.forward(q, k, v, causal, scale, backend)
-        ctx.save_for_backward(q, k, v, o, lse)
+        o, lse_log2 = torch.ops.flashattn.forward(q, k, v, causal, scale, backend)
+        ctx.save_for_backward(q, k, v, o, lse_log2)
         ctx.settings = causal, scale, backend
         ctx.set_materialize_grads(False)
-        return o, lse
+        return o, lse_log2
 
     @staticmethod
-    def backward(ctx, do, dlse):
-        q, k, v, o, lse = ctx.saved_tensors
+    def backward(ctx, do, dlse_log2):
+        q, k, v, o, lse_log2 = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         needs = list(ctx.needs_input_grad[:3])
-        grads = _AttentionBackward.apply(q, k, v, o, lse, do, dlse, *ctx.settings, needs)
+        grads = _AttentionBackward.apply(q, k, v, o, lse_log2, do, dlse_log2, *ctx.settings, needs)
         return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None
 
 
@@ -133,7 +145,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def attend(q, k, v, causal: bool, scale: float, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and natural log-sum-exp of validated tensors, differentiable where an input needs a gradient."""
+    """Output and base-2 log-sum-exp of validated tensors, differentiable where an input needs a gradient."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, causal, scale, backend)
     return torch.ops.flashattn.forward(q, k, v, causal, scale, backend)

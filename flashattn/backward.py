@@ -1,8 +1,9 @@
 """Backward pass: FlashAttention-2, algorithm 2, as two kernels, so that no sum needs an atomic.
 
-With P = exp(S - lse), dP = dO V^T and delta = rowsum(dO * O):
+With P = exp2(S * scale * log2(e) - lse_log2), dP = dO V^T and delta = rowsum(dO * O):
     dS = P * (dP - delta),   dV = P^T dO,   dK = scale * dS^T Q,   dQ = scale * dS K.
-A gradient of lse adds dlse * P to dS: it is subtracted from delta. Both kernels rebuild P from lse.
+A gradient of the natural lse adds dlse * P to dS: it is subtracted from delta. Both kernels rebuild P from
+lse_log2, which is kept in base 2: a change of base would round it twice more, and P is as wrong as lse is.
 """
 
 import torch
@@ -11,25 +12,16 @@ import triton.language as tl
 
 from .codegen import Launch, pack_strides
 from .configs import Tile, padded_head_dim, tile_constants
-from .primitives import (
-    LOG2E,
-    key_range,
-    load_tile,
-    query_range,
-    score_mask,
-    sequence_span,
-    softmax_from_lse,
-    store_tile,
-)
+from .primitives import LOG2E, key_range, load_tile, query_range, score_mask, sequence_span, store_tile
 
 DELTA_ROWS = 64
 
 
 @triton.jit
-def _load_lse(lse_ptr, offs_m, seqlen_q):
-    """lse, +inf where there is no row or the row has no key: exp(s - lse) is then 0, not NaN."""
-    lse = tl.load(lse_ptr + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
-    return tl.where(lse == float("-inf"), float("inf"), lse)
+def _load_lse_log2(lse_log2_ptr, offs_m, seqlen_q):
+    """lse, +inf where there is no row or the row has no key: exp2(s - lse) is then 0, not NaN."""
+    lse_log2 = tl.load(lse_log2_ptr + offs_m, mask=offs_m < seqlen_q, other=float("inf"))
+    return tl.where(lse_log2 == float("-inf"), float("inf"), lse_log2)
 
 
 @triton.jit(
@@ -38,7 +30,7 @@ def _load_lse(lse_ptr, offs_m, seqlen_q):
 def delta_kernel(
     o_ptr,
     do_ptr,
-    dlse_ptr,
+    dlse_log2_ptr,
     delta_ptr,
     seqlen_q,
     heads_q,
@@ -69,7 +61,7 @@ def delta_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     row = batch_head.to(tl.int64) * seqlen_q + offs_m
     if HAS_DLSE:
-        delta -= tl.load(dlse_ptr + row, mask=offs_m < seqlen_q, other=0.0)
+        delta -= tl.load(dlse_log2_ptr + row, mask=offs_m < seqlen_q, other=0.0) * LOG2E
     tl.store(delta_ptr + row, delta, mask=offs_m < seqlen_q)
 
 
@@ -83,7 +75,7 @@ def _accumulate_dkdv(
     k_ptr,
     v_ptr,
     do_ptr,
-    lse_ptr,
+    lse_log2_ptr,
     delta_ptr,
     start_n,
     begin,
@@ -91,7 +83,6 @@ def _accumulate_dkdv(
     full_end,
     seqlen_q,
     seqlen_k,
-    scale,
     scale_log2,
     stride_qm,
     stride_qd,
@@ -130,10 +121,10 @@ def _accumulate_dkdv(
             offs_n = start_n + tl.arange(0, BLOCK_N)
             live = score_mask(offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k, CAUSAL)
             s = tl.where(live, s, float("-inf"))
-            lse = _load_lse(lse_ptr, offs_m, seqlen_q)
+            lse_log2 = _load_lse_log2(lse_log2_ptr, offs_m, seqlen_q)
         else:
-            lse = tl.load(lse_ptr + offs_m)
-        p = softmax_from_lse(s, scale, scale_log2, lse[None, :], q.dtype == tl.float32)
+            lse_log2 = tl.load(lse_log2_ptr + offs_m)
+        p = tl.exp2(s * scale_log2 - lse_log2[None, :])
         do = load_tile(
             do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
         )
@@ -174,7 +165,7 @@ def dkdv_kernel(
     do_ptr,
     dk_ptr,
     dv_ptr,
-    lse_ptr,
+    lse_log2_ptr,
     delta_ptr,
     scale,
     scale_log2,
@@ -248,7 +239,7 @@ def dkdv_kernel(
                 k_ptr,
                 v_ptr,
                 do_head,
-                lse_ptr + row,
+                lse_log2_ptr + row,
                 delta_ptr + row,
                 start_n,
                 begin,
@@ -256,7 +247,6 @@ def dkdv_kernel(
                 full_end,
                 seqlen_q,
                 seqlen_k,
-                scale,
                 scale_log2,
                 stride_qm,
                 stride_qd,
@@ -289,7 +279,7 @@ def _accumulate_dq(
     dq,
     q,
     do,
-    lse,
+    lse_log2,
     delta,
     k_ptr,
     v_ptr,
@@ -298,7 +288,6 @@ def _accumulate_dq(
     end,
     seqlen_q,
     seqlen_k,
-    scale,
     scale_log2,
     stride_kn,
     stride_kd,
@@ -321,7 +310,7 @@ def _accumulate_dq(
             offs_n = start_n + tl.arange(0, BLOCK_N)
             live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
             s = tl.where(live, s, float("-inf"))
-        p = softmax_from_lse(s, scale, scale_log2, lse[:, None], q.dtype == tl.float32)
+        p = tl.exp2(s * scale_log2 - lse_log2[:, None])
         v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         ds = p * (dp - delta[:, None])
@@ -339,7 +328,7 @@ def dq_kernel(
     v_ptr,
     do_ptr,
     dq_ptr,
-    lse_ptr,
+    lse_log2_ptr,
     delta_ptr,
     scale,
     scale_log2,
@@ -391,7 +380,7 @@ def dq_kernel(
     dq_ptr = sequence_span(dq_ptr, batch, head, stride_dqb, stride_dqh, STRIDE_UNIT)
     row = batch_head.to(tl.int64) * seqlen_q
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    lse = _load_lse(lse_ptr + row, offs_m, seqlen_q)
+    lse_log2 = _load_lse_log2(lse_log2_ptr + row, offs_m, seqlen_q)
     delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seqlen_q, other=0.0)
     q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
     do = load_tile(do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
@@ -402,7 +391,7 @@ def dq_kernel(
             dq,
             q,
             do,
-            lse,
+            lse_log2,
             delta,
             k_ptr,
             v_ptr,
@@ -411,7 +400,6 @@ def dq_kernel(
             end if MASKED else full_end,
             seqlen_q,
             seqlen_k,
-            scale,
             scale_log2,
             stride_kn,
             stride_kd,
@@ -428,26 +416,26 @@ def dq_kernel(
     store_tile(dq_ptr, dq * scale, start_m, seqlen_q, stride_dqm, stride_dqd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
 
 
-def delta_launch(o, do, dlse, delta) -> Launch:
-    """The launch that fills delta (batch, heads, seqlen_q) in fp32; dlse is None or shaped as delta."""
+def delta_launch(o, do, dlse_log2, delta) -> Launch:
+    """The launch that fills delta (batch, heads, seqlen_q) in fp32; dlse_log2 is None or shaped as delta."""
     batch, heads_q, seqlen_q, head_dim = o.shape
     strides, unit = pack_strides(o, do)
     return Launch(
         kernel=delta_kernel,
         grid=triton.cdiv(seqlen_q, DELTA_ROWS) * batch * heads_q,
-        args=(o, do, delta if dlse is None else dlse, delta, seqlen_q, heads_q, *strides),
+        args=(o, do, delta if dlse_log2 is None else dlse_log2, delta, seqlen_q, heads_q, *strides),
         constants={
             "HEAD_DIM": head_dim,
             "BLOCK_D": padded_head_dim(head_dim),
             "BLOCK_M": DELTA_ROWS,
             "STRIDE_UNIT": unit,
-            "HAS_DLSE": dlse is not None,
+            "HAS_DLSE": dlse_log2 is not None,
         },
         options={"num_warps": 4, "num_stages": 1},
     )
 
 
-def dkdv_launch(q, k, v, do, dk, dv, lse, delta, *, causal: bool, scale: float, tile: Tile) -> Launch:
+def dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, *, causal: bool, scale: float, tile: Tile) -> Launch:
     """The launch that fills dk and dv; one that is None is not computed."""
     batch, heads_q, seqlen_q, head_dim = q.shape
     heads_k, seqlen_k = k.shape[1:3]
@@ -457,7 +445,7 @@ def dkdv_launch(q, k, v, do, dk, dv, lse, delta, *, causal: bool, scale: float, 
         kernel=dkdv_kernel,
         grid=triton.cdiv(seqlen_k, tile.block_n) * batch * heads_k,
         args=(
-            *(q, k, v, do, *outputs, lse, delta),
+            *(q, k, v, do, *outputs, lse_log2, delta),
             *(scale, scale * LOG2E.value, seqlen_q, seqlen_k, heads_k, heads_q // max(heads_k, 1)),
             *strides,
         ),
@@ -467,7 +455,7 @@ def dkdv_launch(q, k, v, do, dk, dv, lse, delta, *, causal: bool, scale: float, 
     )
 
 
-def dq_launch(q, k, v, do, dq, lse, delta, *, causal: bool, scale: float, tile: Tile) -> Launch:
+def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, tile: Tile) -> Launch:
     """The launch that fills dq."""
     batch, heads_q, seqlen_q, head_dim = q.shape
     heads_k, seqlen_k = k.shape[1:3]
@@ -476,7 +464,7 @@ def dq_launch(q, k, v, do, dq, lse, delta, *, causal: bool, scale: float, tile: 
         kernel=dq_kernel,
         grid=triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q,
         args=(
-            *(q, k, v, do, dq, lse, delta),
+            *(q, k, v, do, dq, lse_log2, delta),
             *(scale, scale * LOG2E.value, seqlen_q, seqlen_k, heads_q, heads_q // max(heads_k, 1)),
             *strides,
         ),
@@ -490,9 +478,9 @@ def backward(
     k,
     v,
     o,
-    lse,
+    lse_log2,
     do,
-    dlse,
+    dlse_log2,
     *,
     causal: bool,
     scale: float,
@@ -503,13 +491,13 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
     """dq, dk, dv, laid out as their inputs, in dtype (the inputs' unless given); None where needs is False.
 
-    Tensors as of forward(); do has any strides; dlse, the gradient of lse, may be None.
+    Tensors as of forward(); do has any strides; dlse_log2, the gradient of lse_log2, may be None.
     """
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) if need else None for x, need in zip((q, k, v), needs, strict=True))
-    delta = torch.empty_like(lse)
-    delta_launch(o, do, dlse, delta).run()
+    delta = torch.empty_like(lse_log2)
+    delta_launch(o, do, dlse_log2, delta).run()
     if dk is not None or dv is not None:
-        dkdv_launch(q, k, v, do, dk, dv, lse, delta, causal=causal, scale=scale, tile=dkdv_tile).run()
+        dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, causal=causal, scale=scale, tile=dkdv_tile).run()
     if dq is not None:
-        dq_launch(q, k, v, do, dq, lse, delta, causal=causal, scale=scale, tile=dq_tile).run()
+        dq_launch(q, k, v, do, dq, lse_log2, delta, causal=causal, scale=scale, tile=dq_tile).run()
     return dq, dk, dv

@@ -108,10 +108,10 @@ _FLOAT_TILES: Table = {
 TILES: dict[str, Table] = {
     "sm_75": {
         ("forward", _HALF): {
-            32: (Tile(128, 64, 4, registers=186), Tile(128, 32, 4, registers=155), Tile(64, 64, 4, registers=132)),
+            32: (Tile(128, 64, 4, registers=184), Tile(128, 32, 4, registers=155), Tile(64, 64, 4, registers=132)),
             64: (
                 Tile(128, 64, 4, registers=255, stack_bytes=8),
-                Tile(256, 64, 8, registers=250),
+                Tile(256, 64, 8, registers=248),
                 Tile(128, 32, 4, registers=212),
                 Tile(64, 64, 4, registers=168, stack_bytes=16),
                 Tile(64, 32, 4, registers=132),
@@ -129,9 +129,9 @@ TILES: dict[str, Table] = {
             ),
         },
         ("dkdv", _HALF): {
-            32: (Tile(32, 128, 4, registers=243), Tile(64, 64, 4, registers=233)),
+            32: (Tile(32, 128, 4, registers=242), Tile(64, 64, 4, registers=233)),
             64: (
-                Tile(32, 128, 8, registers=244),
+                Tile(32, 128, 8, registers=248),
                 Tile(64, 64, 8, registers=250),
                 Tile(64, 64, 4, registers=255, stack_bytes=8),
                 Tile(32, 64, 4, registers=242),
@@ -340,7 +340,7 @@ def cache_dir() -> Path:
 
 def tuned_file(device: Device) -> Path:
     """One file for each GPU, Triton release and code path."""
-    gpu = re.sub(r"[^A-Za-z0-9]+", "_", device.name)
+    gpu = re.sub(r"[^A-Za-z0-9]+", "_", device.name).strip("_")
     return cache_dir() / f"{gpu}_triton{metadata.version('triton')}_{device.code_path}.json"
 
 

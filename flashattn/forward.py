@@ -60,7 +60,7 @@ def forward_kernel(
     k_ptr,
     v_ptr,
     o_ptr,
-    lse_ptr,
+    lse_log2_ptr,
     scale_log2,
     seqlen_q,
     seqlen_k,
@@ -135,18 +135,18 @@ def forward_kernel(
             MASKED,
         )
 
-    # A row without a key: sum 0, output 0, lse -inf.
+    # A row without a key has the sum 0; it gets output 0, lse -inf.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
     o = acc / l_i[:, None]
-    lse = tl.where(empty, float("-inf"), (m_i + tl.log2(l_i)) / LOG2E)
+    lse_log2 = tl.where(empty, float("-inf"), m_i + tl.log2(l_i))
     store_tile(o_ptr, o, start_m, seqlen_q, stride_om, stride_od, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
     offs_m = start_m + tl.arange(0, BLOCK_M)
-    tl.store(lse_ptr + batch_head.to(tl.int64) * seqlen_q + offs_m, lse, mask=offs_m < seqlen_q)
+    tl.store(lse_log2_ptr + batch_head.to(tl.int64) * seqlen_q + offs_m, lse_log2, mask=offs_m < seqlen_q)
 
 
-def forward_launch(q, k, v, o, lse, *, causal: bool, scale: float, tile: Tile) -> Launch:
-    """The launch that fills o and lse, for tensors of forward()."""
+def forward_launch(q, k, v, o, lse_log2, *, causal: bool, scale: float, tile: Tile) -> Launch:
+    """The launch that fills o and lse_log2, for tensors of forward()."""
     batch, heads_q, seqlen_q, head_dim = q.shape
     heads_k, seqlen_k = k.shape[1:3]
     strides, unit = pack_strides(q, k, v, o)
@@ -154,7 +154,7 @@ def forward_launch(q, k, v, o, lse, *, causal: bool, scale: float, tile: Tile) -
         kernel=forward_kernel,
         grid=triton.cdiv(seqlen_q, tile.block_m) * batch * heads_q,
         args=(
-            *(q, k, v, o, lse),
+            *(q, k, v, o, lse_log2),
             *(scale * LOG2E.value, seqlen_q, seqlen_k, heads_q, heads_q // max(heads_k, 1)),
             *strides,
         ),
@@ -164,12 +164,12 @@ def forward_launch(q, k, v, o, lse, *, causal: bool, scale: float, tile: Tile) -
 
 
 def forward(q, k, v, *, causal: bool, scale: float, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, laid out as q is, and natural log-sum-exp (batch, heads, seqlen_q) of the scores, in fp32.
+    """Output, laid out as q is, and base-2 log-sum-exp (batch, heads, seqlen_q) of the scores, in fp32.
 
     q (batch, heads, seqlen_q, head_dim); k and v (batch, heads_k, seqlen_k, head_dim), heads a multiple of
     heads_k; scale positive.
     """
     o = torch.empty_like(q)
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    forward_launch(q, k, v, o, lse, causal=causal, scale=scale, tile=tile).run()
-    return o, lse
+    lse_log2 = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+    forward_launch(q, k, v, o, lse_log2, causal=causal, scale=scale, tile=tile).run()
+    return o, lse_log2

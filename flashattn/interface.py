@@ -66,8 +66,8 @@ def attention(
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
     if scale <= 0:  # the kernels take the maximum before they scale
         q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
-    o, lse = attend(q, k, v, causal, scale, backend)
-    return (o, lse) if return_lse else o
+    o, lse_log2 = attend(q, k, v, causal, scale, backend)
+    return (o, lse_log2 * math.log(2)) if return_lse else o
 
 
 def flash_attention(

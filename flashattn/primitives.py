@@ -69,18 +69,6 @@ def softmax_step(s, m_i, l_i, scale_log2, MASKED: tl.constexpr):
 
 
 @triton.jit
-def softmax_from_lse(s, scale, scale_log2, lse, ACCURATE: tl.constexpr):
-    """P = exp(scale * s - lse), rebuilt from unscaled scores and the natural lse, which broadcasts against them.
-
-    Base-2 lse rounds once more, by up to 2**-24 of its size: invisible in 16-bit P, half of its error in float32.
-    """
-    if ACCURATE:
-        return tl.exp2((s * scale - lse) * LOG2E)
-    else:
-        return tl.exp2(s * scale_log2 - lse * LOG2E)
-
-
-@triton.jit
 def tile_ptrs(
     row_ptr, start, stride_row, stride_d, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr
 ):

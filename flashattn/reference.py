@@ -67,9 +67,9 @@ def _scores_log2(q, k, rows: slice, cols: slice, seqlen_q, seqlen_k, causal, sca
 
 
 def forward(q, k, v, *, causal: bool, scale: float):
-    """FlashAttention-2, algorithm 1, in fp32. Returns o in q's dtype and the natural lse (B, H, M) in fp32."""
+    """FlashAttention-2, algorithm 1, in fp32. Returns o in q's dtype and the base-2 lse (B, H, M) in fp32."""
     groups, seqlen_q, seqlen_k = _head_groups(q, k), q.shape[2], k.shape[2]
-    o, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+    o, lse_log2 = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     q, k, v = _by_key_head(q, groups), k.float().unsqueeze(2), v.float().unsqueeze(2)
     for rows in _blocks(seqlen_q):
         acc = torch.zeros_like(q[..., rows, :])  # [B, K, G, m, D]
@@ -86,28 +86,29 @@ def forward(q, k, v, *, causal: bool, scale: float):
             m_i = m_new
         empty = l_i == 0
         o[:, :, rows] = (acc / l_i.masked_fill(empty, 1.0)[..., None]).flatten(1, 2).to(o.dtype)
-        lse[:, :, rows] = ((m_i + torch.log2(l_i)) / LOG2E).masked_fill(empty, -math.inf).flatten(1, 2)
-    return o, lse
+        lse_log2[:, :, rows] = (m_i + torch.log2(l_i)).masked_fill(empty, -math.inf).flatten(1, 2)
+    return o, lse_log2
 
 
-def backward(q, k, v, o, lse, do, dlse, *, causal: bool, scale: float, needs=(True, True, True)):
+def backward(q, k, v, o, lse_log2, do, dlse_log2, *, causal: bool, scale: float, needs=(True, True, True)):
     """FlashAttention-2, algorithm 2, in fp32: dq, dk, dv in their inputs' dtypes, None where not needed.
 
-    dlse, the gradient of lse, may be None. dS = P * (dP - delta + dlse), dQ = scale dS K, dK = scale dS^T Q.
+    dlse_log2, the gradient of lse_log2, may be None. With dlse = log2(e) * dlse_log2:
+    dS = P * (dP - delta + dlse), dQ = scale * dS K, dK = scale * dS^T Q.
     """
     dtype, groups, seqlen_q, seqlen_k = q.dtype, _head_groups(q, k), q.shape[2], k.shape[2]
     q, k, v = _by_key_head(q, groups), k.float().unsqueeze(2), v.float().unsqueeze(2)
     do = _by_key_head(do, groups)
     delta = (do * _by_key_head(o, groups)).sum(-1)  # [B, K, G, M]
-    if dlse is not None:
-        delta = delta - _by_key_head(dlse, groups)
-    lse = _by_key_head(lse, groups) * LOG2E
-    lse = lse.masked_fill(lse == -math.inf, math.inf)  # a row without a key: P = exp2(s - inf) = 0
+    if dlse_log2 is not None:
+        delta = delta - LOG2E * _by_key_head(dlse_log2, groups)
+    lse_log2 = _by_key_head(lse_log2, groups)
+    lse_log2 = lse_log2.masked_fill(lse_log2 == -math.inf, math.inf)  # a row without a key: P = exp2(s - inf) = 0
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)
     for rows in _blocks(seqlen_q):
         for cols in _blocks(_key_end(rows, seqlen_q, seqlen_k, causal)):
             s = _scores_log2(q, k, rows, cols, seqlen_q, seqlen_k, causal, scale)
-            p = torch.exp2(s - lse[..., rows, None])
+            p = torch.exp2(s - lse_log2[..., rows, None])
             dp = do[..., rows, :] @ v[..., cols, :].transpose(-2, -1)
             ds = p * (dp - delta[..., rows, None])
             dv[..., cols, :] += (p.transpose(-2, -1) @ do[..., rows, :]).sum(2, keepdim=True)

@@ -1,0 +1,76 @@
+"""Measure the shipped tiles on this GPU and remember the fastest for each length bucket.
+
+Writes a file into the user's cache folder, one for each GPU, Triton release and code path, which flashattn picks
+up from then on; deleting it brings the shipped defaults back. float16 and bfloat16 share their tiles.
+"""
+
+import argparse
+import os
+import sys
+
+import torch
+
+from flashattn import configs, measure
+from flashattn.backward import dkdv_launch, dq_launch
+from flashattn.forward import forward, forward_launch
+
+TOKENS, WIDTH = 16384, 2048  # batch x length, and heads x head dim: enough to fill a GPU
+
+
+def launches(q, k, v, do, causal):
+    """{pass: a function of a tile that gives its launch}, on the result of a forward pass."""
+    options = {"causal": causal, "scale": q.shape[-1] ** -0.5}
+    o, lse_log2 = forward(q, k, v, **options, tile=configs.choose("forward", q, q.shape[2], causal))
+    delta = (o.float() * do.float()).sum(-1)
+    dk, dv = torch.empty_like(k), torch.empty_like(v)
+    return {
+        "forward": lambda tile: forward_launch(q, k, v, o, lse_log2, **options, tile=tile),
+        "dkdv": lambda tile: dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, **options, tile=tile),
+        "dq": lambda tile: dq_launch(q, k, v, do, dk, lse_log2, delta, **options, tile=tile),
+    }
+
+
+def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
+    """The fastest tile of each pass at one length, by tuned_key; prints a line for each."""
+    shape = (max(1, TOKENS // seqlen), max(1, WIDTH // head_dim), seqlen, head_dim)
+    q, k, v, do = (torch.randn(shape, device=device).to(dtype) for _ in range(4))
+    gpu = configs.device_of(q.device)
+    fastest = {}
+    for pass_, launch in launches(q, k, v, do, causal).items():
+        tiles = configs.candidates(pass_, gpu, dtype, head_dim)
+        times = {tile: measure.time(launch(tile).run, budget_ms, device=q.device).median_ms for tile in tiles}
+        best = min(times, key=times.get)
+        fastest[configs.tuned_key(pass_, dtype, head_dim, configs.length_bucket(seqlen), causal)] = best
+        gain = times[configs.default_tile(tiles, pass_, configs.length_bucket(seqlen))] / times[best]
+        mask = "causal" if causal else "full"
+        chosen = f"{best.block_m} x {best.block_n}, {best.num_warps} warps, {best.num_stages} stages"
+        print(f"  {pass_:8} d{head_dim} n{seqlen:<6} {mask:7}{chosen:34} {gain:.2f}x the default", flush=True)
+    return fastest
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
+    lengths = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], help="padded to powers of two")
+    parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="one for each bucket to tune")
+    parser.add_argument("--dtypes", nargs="+", choices=["float16", "bfloat16", "float32"], default=["float16"])
+    parser.add_argument("--causal", choices=["no", "yes", "both"], default="both")
+    parser.add_argument("--budget-ms", type=float, default=30.0, help="time for each measurement")
+    args = parser.parse_args()
+
+    if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
+        print("tune.py needs a CUDA device, and TRITON_INTERPRET unset: it measures tiles", file=sys.stderr)
+        return 2
+    device = measure.default_device()
+    gpu = configs.device_of(device)
+    print(f"{gpu.name}, {gpu.code_path} path; tuned tiles go to {configs.tuned_file(gpu)}")
+    for dtype in (getattr(torch, name) for name in args.dtypes):
+        for head_dim in args.head_dims:
+            for causal in {"no": [False], "yes": [True], "both": [False, True]}[args.causal]:
+                for seqlen in args.seq_lens:
+                    configs.save_tuned(gpu, tune(device, dtype, head_dim, seqlen, causal, args.budget_ms))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

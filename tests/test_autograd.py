@@ -1,0 +1,135 @@
+"""Which gradients are computed, torch.compile, autocast, and bf16 on a GPU that has none."""
+
+import itertools
+
+import pytest
+import torch
+from oracle import DEVICE, compare, dense, inputs
+
+from flashattn import attention, autograd
+from flashattn.testing import check
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("needs", list(itertools.product([False, True], repeat=3))[1:], ids=str)
+def test_gradients_only_where_needed(backend, needs, monkeypatch):
+    q, k, v = inputs(1, 2, 60, 70, 16, dtype=torch.float32, requires_grad=True)
+    do = torch.randn_like(q)
+    expected = torch.autograd.grad(attention(q, k, v, backend=backend), (q, k, v), do)
+    leaves = [x.detach().requires_grad_(need) for x, need in zip((q, k, v), needs, strict=True)]
+
+    computed = []
+    forward, backward = autograd._BACKENDS[backend]
+
+    def recorded(*args, **kwargs):
+        grads = backward(*args, **kwargs)
+        computed.append(tuple(g is not None for g in grads))
+        return grads
+
+    monkeypatch.setitem(autograd._BACKENDS, backend, (forward, recorded))
+    attention(*leaves, backend=backend).backward(do)
+    assert computed == [needs]
+    for leaf, need, grad in zip(leaves, needs, expected, strict=True):
+        assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
+
+
+@pytest.mark.parametrize("with_dk, with_dv", [(True, False), (False, True)])
+def test_one_of_dk_and_dv_leaves_the_other_alone(with_dk, with_dv):
+    from flashattn.backward import backward
+    from flashattn.configs import choose
+    from flashattn.forward import forward
+
+    q, k, v = inputs(1, 2, 60, 70, 32)
+    options = {"causal": True, "scale": 0.2}
+    o, lse_log2 = forward(q, k, v, **options, tile=choose("forward", q, 60, True))
+    tiles = {"dkdv_tile": choose("dkdv", q, 70, True), "dq_tile": choose("dq", q, 60, True)}
+    before = k.clone(), v.clone()
+    _, dk, dv = backward(q, k, v, o, lse_log2, q, None, **options, **tiles, needs=(True, True, True))
+    some = backward(q, k, v, o, lse_log2, q, None, **options, **tiles, needs=(False, with_dk, with_dv))
+    assert some[0] is None
+    for actual, expected, wanted in zip(some[1:], (dk, dv), (with_dk, with_dv), strict=True):
+        assert torch.equal(actual, expected) if wanted else actual is None
+    assert torch.equal(k, before[0]) and torch.equal(v, before[1])
+
+
+def test_no_graph_without_a_gradient():
+    q, k, v = inputs(1, 2, 20, 30, 16)
+    assert attention(q, k, v).grad_fn is None
+    with torch.no_grad():
+        assert attention(q.requires_grad_(), k, v).grad_fn is None
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_torch_compile_sees_one_operator(backend, causal):
+    """No graph break, and the same numbers, forward and backward."""
+
+    def layer(q, k, v):
+        o, lse = attention(2 * q, k, v, causal=causal, return_lse=True, backend=backend)
+        return (o.sin() * lse.cos()[..., None]).sum()
+
+    q, k, v = inputs(1, 2, 60, 70, 16, dtype=torch.float32, requires_grad=True)
+    expected = layer(q, k, v)
+    expected_grads = torch.autograd.grad(expected, (q, k, v))
+    torch._dynamo.reset()
+    actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v)
+    torch.testing.assert_close(actual, expected)
+    for a, b in zip(torch.autograd.grad(actual, (q, k, v)), expected_grads, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_operators_keep_their_contract():
+    q, k, v = inputs(1, 2, 20, 30, 16, dtype=torch.float32)
+    for backend in ("triton", "reference"):
+        torch.library.opcheck(torch.ops.flashattn.forward.default, (q, k, v, True, 0.25, backend), test_utils=CHECKS)
+        o, lse_log2 = torch.ops.flashattn.forward(q, k, v, True, 0.25, backend)
+        arguments = (q, k, v, o, lse_log2, q, None, True, 0.25, backend, [True, False, True])
+        torch.library.opcheck(torch.ops.flashattn.backward.default, arguments, test_utils=CHECKS)
+
+
+CHECKS = ("test_schema", "test_faketensor")
+
+
+def test_autocast_is_honoured():
+    """fp32 q and k from an adapter beside a 16-bit v, as in mixed-precision training."""
+    q, k, v = inputs(1, 2, 40, 50, 16, dtype=torch.float32, requires_grad=True)
+    dtype = torch.float16 if DEVICE == "cuda" else torch.bfloat16
+    with torch.autocast(DEVICE, dtype=dtype):
+        o = attention(q, k, v.to(dtype), causal=True)
+    assert o.dtype == dtype
+    expected = attention(q.to(dtype), k.to(dtype), v.to(dtype), causal=True)
+    assert torch.equal(o, expected)
+    o.sum().backward()
+    assert q.grad.dtype == torch.float32
+
+
+@pytest.fixture
+def no_bf16(monkeypatch):
+    """The rule for bf16 on a GPU without it, on the device at hand."""
+    monkeypatch.setattr(autograd, "_lacks_bf16", lambda device: True)
+    monkeypatch.setattr("flashattn.interface._require_triton", lambda q: None)  # it is fp16 that is interpreted
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.filterwarnings("ignore:flashattn")
+def test_bf16_without_bf16_tensor_cores(no_bf16, causal):
+    q, k, v = inputs(1, 2, 60, 70, 40, dtype=torch.bfloat16)
+    dlse = torch.randn(q.shape[:3], device=DEVICE)
+    for size in (1.0, 1e-8, 1e4):  # of the incoming gradients: fp16 alone would lose or overflow them
+        compare(q, k, v, causal=causal, do=size * torch.randn_like(q), dlse=size * dlse)
+
+
+@pytest.mark.filterwarnings("ignore:flashattn")
+def test_bf16_values_beyond_fp16_saturate(no_bf16):
+    q, k, v = inputs(1, 1, 20, 30, 16, dtype=torch.bfloat16)
+    v[..., 0] = 1e6
+    o = attention(q, k, v, backend="triton")
+    leaves = [x.requires_grad_() for x in (q, k, v.clamp(-65504, 65504))]
+    exact, baseline = (dense(leaves, False, None, o, None, dtype)["o"] for dtype in (torch.float64, torch.bfloat16))
+    check("o", o, exact, baseline)
+
+
+def test_bf16_without_bf16_tensor_cores_warns_once(no_bf16):
+    q, k, v = inputs(1, 1, 20, 30, 16, dtype=torch.bfloat16)
+    with pytest.warns(UserWarning, match="bf16 inputs are computed in fp16"):
+        attention(q, k, v, backend="triton")

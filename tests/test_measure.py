@@ -1,0 +1,214 @@
+"""Useful work against hand-counted numbers, timing on a clock that the test moves, and a run's metadata."""
+
+import csv
+import shutil
+import subprocess
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from flashattn import measure
+
+
+@pytest.mark.parametrize(
+    ("causal", "mode", "expected"),
+    [
+        (False, "forward", 2880),
+        (True, "forward", 1440),
+        (False, "backward", 7200),
+        (True, "backward", 3600),
+        (False, "forward+backward", 10080),
+        (True, "forward+backward", 5040),
+    ],
+)
+def test_flops(causal, mode, expected):
+    # Q K^T: 2 x 3 heads x 4 x 5 scores of 6 multiply-adds; P V: as many
+    assert measure.flops(2, 3, 4, 5, 6, causal, mode) == expected
+
+
+@pytest.mark.parametrize(("mode", "expected"), [("forward", 16640), ("backward", 33024), ("forward+backward", 49664)])
+def test_bytes_moved(mode, expected):
+    # q: 2 x 4 x 8 x 32 x 2 bytes = 4096; k and v, 2 heads of length 16: 4096 each; lse: 2 x 4 x 8 x 4 = 256
+    assert measure.bytes_moved(2, 4, 2, 8, 16, 32, itemsize=2, mode=mode) == expected
+
+
+@pytest.mark.parametrize("count", [measure.flops, measure.bytes_moved])
+def test_unknown_mode_is_refused_by_name(count):
+    shape = (1,) * (5 if count is measure.flops else 7)
+    with pytest.raises(ValueError, match=r"mode: got 'sideways', accepted are forward, backward"):
+        count(*shape, mode="sideways")
+
+
+def test_roofline_takes_the_longer_of_compute_and_traffic():
+    ceilings = measure.Ceilings(tflops=50.0, gb_per_s=200.0)
+    assert ceilings.roofline_ms(flops=1e12, n_bytes=1e8) == pytest.approx(20.0)
+    assert ceilings.roofline_ms(flops=1e10, n_bytes=1e9) == pytest.approx(5.0)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """A CPU clock, in seconds, that only the test moves."""
+    clock = SimpleNamespace(now=0.0)
+    monkeypatch.setattr(measure, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_time_gives_median_and_percentiles(clock):
+    # One call to warm up and one to estimate, at 10 ms; so two more to warm up, and ten samples in 100 ms.
+    durations = iter([10.0] * 4 + [3.0, 1.0, 2.0, 10.0, 9.0, 4.0, 5.0, 6.0, 8.0, 7.0])
+
+    def call():
+        clock.now += next(durations) / 1e3
+
+    timing = measure.time(call, budget_ms=100.5, device=torch.device("cpu"))
+    assert timing.samples == 10 and next(durations, None) is None
+    assert (timing.p20_ms, timing.median_ms, timing.p80_ms) == pytest.approx((2.8, 5.5, 8.2), rel=1e-5)
+
+
+@pytest.mark.parametrize(("call_ms", "samples"), [(0.03, 100), (400.0, 5)])
+def test_time_shares_samples_of_short_calls_and_takes_five_of_long_ones(clock, call_ms, samples):
+    calls = 0
+
+    def call():
+        nonlocal calls
+        calls += 1
+        clock.now += call_ms / 1e3
+
+    timing = measure.time(call, budget_ms=110.0, device=torch.device("cpu"))
+    assert timing.median_ms == pytest.approx(call_ms, rel=1e-4)
+    assert timing.samples == samples
+    assert calls >= 34 * samples if call_ms < 1 else calls == 2 + samples
+
+
+def test_peak_memory_is_refused_off_the_gpu():
+    with pytest.raises(ValueError, match="device: got cpu, accepted is a CUDA device"):
+        measure.peak_memory(lambda: None, torch.device("cpu"))
+
+
+@pytest.mark.gpu
+def test_peak_memory_counts_temporaries_and_results():
+    mib = 1 << 20
+    kept = torch.empty(5 * mib, dtype=torch.uint8, device="cuda")
+
+    def call():
+        temporary = torch.empty(3 * mib, dtype=torch.uint8, device="cuda")
+        result = torch.empty(2 * mib, dtype=torch.uint8, device="cuda")
+        del temporary
+        return result
+
+    assert measure.peak_memory(call) == 5 * mib
+    assert kept.numel() == 5 * mib
+
+
+@pytest.mark.gpu
+def test_time_on_the_gpu_grows_with_the_work():
+    small, large = (torch.randn(n, n, device="cuda") for n in (1024, 4096))
+    short, long = measure.time(lambda: small @ small), measure.time(lambda: large @ large)
+    assert 0 < short.p20_ms <= short.median_ms <= short.p80_ms
+    assert long.median_ms > 10 * short.median_ms  # 64 times the work
+
+
+def test_metadata_has_every_column():
+    metadata = measure.run_metadata()
+    gpu_only = ["gpu", "capability", *measure.GPU_QUERY]
+    always = ["torch", "python", "platform", "commit", "dirty", "date"]
+    assert list(metadata) == ["device", *gpu_only, "torch", "triton", "cuda", *always[1:]]
+    assert all(metadata[name] for name in always)
+    assert metadata["torch"] == torch.__version__
+    assert bool(metadata["gpu"]) == torch.cuda.is_available()
+
+
+def test_gpu_state_reads_nvidia_smi(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+    asked = []
+
+    def run(*command):
+        asked.append(command)
+        return "550.54, 1590, 5000, 68.31, [N/A], 61"
+
+    monkeypatch.setattr(measure, "_run", run)
+    state = measure.gpu_state(torch.device("cuda", 0))
+    assert asked[0][:2] == ("nvidia-smi", "--id=GPU-1-2")
+    assert state == {
+        "driver": "550.54",
+        "sm_clock_mhz": "1590",
+        "memory_clock_mhz": "5000",
+        "power_draw_w": "68.31",
+        "power_limit_w": "",
+        "temperature_c": "61",
+    }
+    monkeypatch.setattr(measure, "_run", lambda *command: "")
+    assert set(measure.gpu_state(torch.device("cuda", 0)).values()) == {""}
+
+
+@pytest.fixture
+def tree(tmp_path, monkeypatch):
+    """A folder that the package seems to lie in."""
+    (tmp_path / "tree" / "flashattn").mkdir(parents=True)
+    (tmp_path / "tree" / "flashattn" / "measure.py").write_text("")
+    monkeypatch.setattr(measure, "__file__", str(tmp_path / "tree" / "flashattn" / "measure.py"))
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    for name in ("FLASHATTN_COMMIT", "FLASHATTN_DIRTY", "GIT_DIR", "GIT_WORK_TREE"):
+        monkeypatch.delenv(name, raising=False)
+    return tmp_path / "tree"
+
+
+def _git(folder, *command):
+    settings = (
+        "-c",
+        "user.name=someone",
+        "-c",
+        "user.email=someone@example.org",
+        "-c",
+        "commit.gpgsign=false",
+    )
+    done = subprocess.run(["git", "-C", str(folder), *settings, *command], check=True, capture_output=True, text=True)
+    return done.stdout.strip()
+
+
+def _commit(folder):
+    _git(folder, "init", "-q")
+    _git(folder, "add", "-A")
+    _git(folder, "commit", "-q", "--no-verify", "-m", "all")
+    return _git(folder, "rev-parse", "HEAD")
+
+
+needs_git = pytest.mark.skipif(shutil.which("git") is None, reason="git is not installed")
+
+
+@needs_git
+def test_commit_of_a_checkout(tree, monkeypatch):
+    monkeypatch.setenv("FLASHATTN_COMMIT", "not this one")
+    head = _commit(tree)
+    assert measure.commit() == {"commit": head, "dirty": "no"}
+    (tree / "new.py").write_text("")
+    assert measure.commit() == {"commit": head, "dirty": "yes"}
+
+
+@needs_git
+def test_commit_of_what_lies_in_a_checkout_of_something_else(tree):
+    _commit(tree.parent)
+    assert measure.commit() == {"commit": "unknown", "dirty": "unknown"}
+
+
+def test_commit_of_a_tree_without_git(tree, monkeypatch):
+    assert measure.commit() == {"commit": "unknown", "dirty": "unknown"}
+    monkeypatch.setenv("FLASHATTN_COMMIT", "abc123")
+    assert measure.commit() == {"commit": "abc123", "dirty": "unknown"}
+    monkeypatch.setenv("FLASHATTN_DIRTY", "0")
+    assert measure.commit() == {"commit": "abc123", "dirty": "no"}
+    monkeypatch.setenv("FLASHATTN_DIRTY", "1")
+    assert measure.commit() == {"commit": "abc123", "dirty": "yes"}
+
+
+def test_csv_round_trip(tmp_path):
+    rows = [{"name": 'a "quoted", b', "ms": 0.1}, {"name": "c\nd", "note": None, "new": True}]
+    path = tmp_path / "made" / "rows.csv"
+    measure.write_csv(path, rows)
+    with path.open(newline="") as file:
+        back = list(csv.DictReader(file))
+    assert back == [
+        {"name": 'a "quoted", b', "ms": "0.1", "note": "", "new": ""},
+        {"name": "c\nd", "ms": "", "note": "", "new": "True"},
+    ]

@@ -1,0 +1,51 @@
+"""The tuner: refused without a GPU, and on one its file is picked up."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+def tune(tmp_path, *flags, **environment):
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, ROOT / "scripts" / "tune.py", *flags],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path, "FLASHATTN_CACHE_DIR": str(tmp_path)} | environment,
+    )
+
+
+def test_needs_a_gpu(tmp_path):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    done = tune(tmp_path, CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 2 and "needs a CUDA device" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.gpu
+def test_tunes_and_is_picked_up(tmp_path, monkeypatch, pytestconfig):
+    if pytestconfig.getoption("--turing-path"):
+        pytest.skip("the tuner is a process of its own, which --turing-path does not reach")
+    import torch
+
+    from flashattn import configs
+
+    flags = ["--head-dims", "64", "--seq-lens", "256", "--causal", "yes", "--budget-ms", "1"]
+    done = tune(tmp_path, *flags)
+    assert done.returncode == 0, done.stderr
+    (path,) = tmp_path.iterdir()
+    assert str(path) in done.stdout
+    monkeypatch.setenv("FLASHATTN_CACHE_DIR", str(tmp_path))
+    device = configs.device_of(torch.device("cuda", 0))
+    configs.load_tuned.cache_clear()
+    tuned = configs.load_tuned(device)
+    assert len(tuned) == len(configs.PASSES)
+    for pass_ in configs.PASSES:
+        tile = tuned[configs.tuned_key(pass_, torch.float16, 64, 256, True)]
+        assert tile in configs.candidates(pass_, device, torch.float16, 64)
+    configs.load_tuned.cache_clear()

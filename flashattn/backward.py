@@ -114,7 +114,9 @@ def _accumulate_dkdv(
             start_m += tl.where(start < full_begin, 0, whole)  # one loop over both sides of the whole blocks
         offs_m = start_m + tl.arange(0, BLOCK_M)
         if RELOAD:
-            k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+            k = load_tile(
+                k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, RELOAD
+            )
         q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
         if MASKED:
@@ -143,6 +145,7 @@ def _accumulate_dkdv(
                     BLOCK_D,
                     STRIDE_UNIT,
                     True,
+                    RELOAD,
                 )
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
             if MASKED:

@@ -98,15 +98,19 @@ def load_tile(
     BLOCK_D: tl.constexpr,
     STRIDE_UNIT: tl.constexpr,
     MASKED: tl.constexpr,
+    VOLATILE: tl.constexpr = False,
 ):
-    """Rows start to start + ROWS of one head, [ROWS, BLOCK_D], zero where there is no element."""
+    """Rows start to start + ROWS of one head, [ROWS, BLOCK_D], zero where there is no element.
+
+    A volatile load stays where it stands: Triton from 3.3 on hoists others out of a loop.
+    """
     ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT)
     if MASKED:
-        return tl.load(ptrs, mask=tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D), other=0.0)
+        return tl.load(ptrs, mask=tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D), other=0.0, volatile=VOLATILE)
     elif HEAD_DIM < BLOCK_D:
-        return tl.load(ptrs, mask=(tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], other=0.0)
+        return tl.load(ptrs, mask=(tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], other=0.0, volatile=VOLATILE)
     else:
-        return tl.load(ptrs)
+        return tl.load(ptrs, volatile=VOLATILE)
 
 
 @triton.jit

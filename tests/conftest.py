@@ -61,6 +61,11 @@ def pytest_collection_modifyitems(items):
 
 
 @pytest.fixture(autouse=True)
+def the_same_numbers_each_time():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
 def record_errors(record_property):
     """Leave every comparison with the oracle in the JUnit XML."""
 

@@ -27,7 +27,7 @@ def compare(q, k, v, *, causal=False, scale=None, backend="triton", do=None, dls
     baseline = dense(leaves, causal, scale, do, dlse, q.dtype)
     terms = {"o": 0.0, "dq": 0.0, "dk": 0.0, "dv": 0.0}
     if cancels and do.numel() and v.numel():
-        dp = largest(do, v) * q.shape[-1] ** -0.5
+        dp = largest(do.abs(), v.abs()) * q.shape[-1] ** -0.5
         terms |= {"dq": dp * float(k.abs().max()), "dk": dp * float(q.abs().max())}
     for name, actual in zip(terms, (o, *grads), strict=True):
         condition = score_condition(q, k, scale)

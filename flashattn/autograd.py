@@ -111,10 +111,16 @@ def _backward_fake(q, k, v, o, lse_log2, do, dlse_log2, causal, scale, backend, 
     return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in inputs)
 
 
+def _eager(q: torch.Tensor) -> bool:
+    """Whether nothing looks on (torch.compile, fake tensors), so that an operator may run without the dispatcher."""
+    return type(q) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(ctx, q, k, v, causal, scale, backend):
-        o, lse_log2 = torch.ops.flashattn.forward(q, k, v, causal, scale, backend)
+        forward = _forward if _eager(q) else torch.ops.flashattn.forward
+        o, lse_log2 = forward(q, k, v, causal, scale, backend)
         ctx.save_for_backward(q, k, v, o, lse_log2)
         ctx.settings = causal, scale, backend
         ctx.set_materialize_grads(False)
@@ -125,7 +131,9 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, lse_log2 = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         needs = list(ctx.needs_input_grad[:3])
-        grads = _AttentionBackward.apply(q, k, v, o, lse_log2, do, dlse_log2, *ctx.settings, needs)
+        # Only a graph of the backward pass, for a gradient of a gradient, makes autograd run this with gradients on.
+        backward = _AttentionBackward.apply if torch.is_grad_enabled() else _AttentionBackward.run
+        grads = backward(q, k, v, o, lse_log2, do, dlse_log2, *ctx.settings, needs)
         return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None
 
 
@@ -133,8 +141,12 @@ class _AttentionBackward(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is refused, not wrong."""
 
     @staticmethod
+    def run(q, *args):
+        return (_backward if _eager(q) else torch.ops.flashattn.backward)(q, *args)
+
+    @staticmethod
     def forward(ctx, *args):
-        return torch.ops.flashattn.backward(*args)
+        return _AttentionBackward.run(*args)
 
     @staticmethod
     def backward(ctx, *grads):
@@ -148,4 +160,4 @@ def attend(q, k, v, causal: bool, scale: float, backend: str) -> tuple[torch.Ten
     """Output and base-2 log-sum-exp of validated tensors, differentiable where an input needs a gradient."""
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, causal, scale, backend)
-    return torch.ops.flashattn.forward(q, k, v, causal, scale, backend)
+    return (_forward if _eager(q) else torch.ops.flashattn.forward)(q, k, v, causal, scale, backend)

@@ -17,8 +17,10 @@ STRIDE_UNIT = 8
 def pack_strides(*tensors: torch.Tensor) -> tuple[list[int], int]:
     """Strides of (batch, heads, length, head_dim) tensors, one after the other, and the unit of the first three."""
     all_strides = [t.stride() for t in tensors]
-    aligned = all(s % STRIDE_UNIT == 0 for strides in all_strides for s in strides[:3])
-    unit = STRIDE_UNIT if aligned else 1
+    low_bits = 0
+    for b, h, m, _ in all_strides:
+        low_bits |= b | h | m
+    unit = 1 if low_bits % STRIDE_UNIT else STRIDE_UNIT
     return [x for b, h, m, d in all_strides for x in (b // unit, h // unit, m // unit, d)], unit
 
 

@@ -1,5 +1,7 @@
 """What the tests of attention share: the device, and one comparison of everything that a call computes."""
 
+import math
+
 import torch
 
 from flashattn import attention
@@ -39,11 +41,14 @@ def compare(q, k, v, *, causal=False, scale=None, backend="triton", do=None, dls
 
 
 def score_condition(q, k, scale=None):
-    """How much a score's relative rounding in fp32 is magnified in P: the largest |score|; 1 in 16 bits, whose eps
-    is beyond it."""
+    """How much fp32's relative rounding is magnified in P = exp2(score - lse): the size of the two, at least 1.
+
+    1 in 16 bits, where eps is far beyond it.
+    """
     if q.dtype != torch.float32 or not q.numel() or not k.numel():
         return 1.0
-    return max(1.0, largest(q, k) * (q.shape[-1] ** -0.5 if scale is None else abs(scale)))
+    score = largest(q, k) * (q.shape[-1] ** -0.5 if scale is None else abs(scale))
+    return max(1.0, (score + math.log(k.shape[2])) * math.log2(math.e))
 
 
 def largest(x, y):

@@ -1,6 +1,5 @@
 """The benchmark times nothing that is wrong and says why a cell is empty; the README shows its figures."""
 
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -8,6 +7,7 @@ from pathlib import Path
 import pandas as pd
 import pytest
 import torch
+from children import environment
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
 
@@ -25,11 +25,8 @@ CASE = benchmark.Case(batch=1, heads=3, seqlen=40, head_dim=16, causal=True, dty
 
 def run_script(name, *args):
     """Run a command without the interpreter and return it, finished."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    env |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # tests run side by side
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / name, *args], capture_output=True, text=True, env=env, timeout=300
-    )
+    command = [sys.executable, ROOT / "scripts" / name, *args]
+    return subprocess.run(command, capture_output=True, text=True, env=environment(interpreted=False), timeout=300)
 
 
 def test_cases_hold_tokens_and_width():

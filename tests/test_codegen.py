@@ -1,27 +1,23 @@
 """What the compiler makes of the shipped tiles, for every architecture, with no GPU."""
 
 import json
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from children import ROOT, environment
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-ROOT = Path(__file__).resolve().parents[1]
 TURING_TENSOR_CORES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3)
 SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 90: 232448}  # what a program may ask for
 
 
 def compiled(capability, pass_, dtype, *head_dims):
     """The rows of compile_tiles.py."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     command = [sys.executable, ROOT / "tests" / "compile_tiles.py", *map(str, (capability, pass_, dtype, *head_dims))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(interpreted=False))
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -44,8 +40,8 @@ def test_every_tile_for_sm_75(pass_, dtype, head_dims):
 
 
 @pytest.mark.parametrize("pass_", ["forward", "dkdv", "dq"])
-@pytest.mark.parametrize("capability, head_dims", [(80, (64,)), (86, (128,)), (90, (64, 128))], ids=str)
-def test_tiles_for_newer_architectures(capability, head_dims, pass_):
+@pytest.mark.parametrize("capability, head_dims", [(80, (64, 128)), (86, (64, 128)), (90, (64, 128))], ids=str)
+def test_default_tiles_for_newer_architectures(capability, head_dims, pass_):
     for row in compiled(capability, pass_, "float16", *head_dims):
         assert row["shared_bytes"] <= row["promised"] <= SHARED_BYTES[capability], row
         assert row["mma"] > 0, row

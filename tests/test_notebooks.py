@@ -1,7 +1,6 @@
 """The notebooks' sources, and that a run of them is judged by what it did, not by how it ended."""
 
 import json
-import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from children import environment
 
 ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
@@ -28,8 +28,7 @@ pathlib.Path(output_dir, "made_up.json").write_text(json.dumps(result))
 def run_notebooks(*args):
     """Run the command and return it, finished."""
     command = [sys.executable, str(ROOT / "scripts" / "run_notebooks.py"), *map(str, args)]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}  # tests run side by side
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=600)
 
 
 @pytest.fixture

@@ -1,23 +1,16 @@
 """The tuner: refused without a GPU, and on one its file is picked up."""
 
-import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from children import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[1]
 
-
-def tune(tmp_path, *flags, **environment):
-    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    return subprocess.run(
-        [sys.executable, ROOT / "scripts" / "tune.py", *flags],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"PYTHONPATH": path, "FLASHATTN_CACHE_DIR": str(tmp_path)} | environment,
-    )
+def tune(tmp_path, *flags, **changes):
+    command = [sys.executable, ROOT / "scripts" / "tune.py", *flags]
+    changes |= {"FLASHATTN_CACHE_DIR": str(tmp_path)}
+    return subprocess.run(command, capture_output=True, text=True, env=environment(interpreted=False, **changes))
 
 
 def test_needs_a_gpu(tmp_path):

@@ -28,26 +28,13 @@ def _load_lse_log2(lse_log2_ptr, offs_m, seqlen_q):
     do_not_specialize=["seqlen_q", "heads_q"] + [f"stride_{tensor}{axis}" for tensor in ("o", "do") for axis in "bhm"]
 )
 def delta_kernel(
-    o_ptr,
-    do_ptr,
-    dlse_log2_ptr,
-    delta_ptr,
-    seqlen_q,
-    heads_q,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_od,
-    stride_dob,
-    stride_doh,
-    stride_dom,
-    stride_dod,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
+    o_ptr, do_ptr, dlse_log2_ptr, delta_ptr,
+    seqlen_q, heads_q,
+    stride_ob, stride_oh, stride_om, stride_od,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HAS_DLSE: tl.constexpr,
-):
+):  # fmt: skip
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     start_m = tl.program_id(0) % blocks * BLOCK_M
     batch_head = tl.program_id(0) // blocks
@@ -67,42 +54,17 @@ def delta_kernel(
 
 @triton.jit
 def _accumulate_dkdv(
-    dk,
-    dv,
-    k,
-    v,
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
-    lse_log2_ptr,
-    delta_ptr,
-    start_n,
-    begin,
-    full_begin,
-    full_end,
-    seqlen_q,
-    seqlen_k,
-    scale_log2,
-    stride_qm,
-    stride_qd,
-    stride_kn,
-    stride_kd,
-    stride_vn,
-    stride_vd,
-    stride_dom,
-    stride_dod,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WITH_DK: tl.constexpr,
-    WITH_DV: tl.constexpr,
-    RELOAD: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    dk, dv, k, v,
+    q_ptr, k_ptr, v_ptr, do_ptr, lse_log2_ptr, delta_ptr,
+    start_n, begin, full_begin, full_end, seqlen_q, seqlen_k, scale_log2,
+    stride_qm, stride_qd,
+    stride_kn, stride_kd,
+    stride_vn, stride_vd,
+    stride_dom, stride_dod,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
+    RELOAD: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The key block against its whole query blocks, or against all others: those at the diagonal and the edge.
 
     Scores are transposed: [BLOCK_N, BLOCK_M].
@@ -115,8 +77,9 @@ def _accumulate_dkdv(
         offs_m = start_m + tl.arange(0, BLOCK_M)
         if RELOAD:
             k = load_tile(
-                k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, RELOAD
-            )
+                k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, RELOAD,
+            )  # fmt: skip
         q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
         if MASKED:
@@ -135,18 +98,9 @@ def _accumulate_dkdv(
         if WITH_DK:
             if RELOAD:
                 v = load_tile(
-                    v_ptr,
-                    start_n,
-                    seqlen_k,
-                    stride_vn,
-                    stride_vd,
-                    BLOCK_N,
-                    HEAD_DIM,
-                    BLOCK_D,
-                    STRIDE_UNIT,
-                    True,
-                    RELOAD,
-                )
+                    v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
+                    BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, RELOAD,
+                )  # fmt: skip
             dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
             if MASKED:
                 delta = tl.load(delta_ptr + offs_m, mask=offs_m < seqlen_q, other=0.0)
@@ -162,54 +116,18 @@ def _accumulate_dkdv(
     + [f"stride_{tensor}{axis}" for tensor in ("q", "k", "v", "do", "dk", "dv") for axis in "bhmn"]
 )
 def dkdv_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
-    dk_ptr,
-    dv_ptr,
-    lse_log2_ptr,
-    delta_ptr,
-    scale,
-    scale_log2,
-    seqlen_q,
-    seqlen_k,
-    heads_k,
-    group,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_vd,
-    stride_dob,
-    stride_doh,
-    stride_dom,
-    stride_dod,
-    stride_dkb,
-    stride_dkh,
-    stride_dkn,
-    stride_dkd,
-    stride_dvb,
-    stride_dvh,
-    stride_dvn,
-    stride_dvd,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    WITH_DK: tl.constexpr,
-    WITH_DV: tl.constexpr,
+    q_ptr, k_ptr, v_ptr, do_ptr, dk_ptr, dv_ptr, lse_log2_ptr, delta_ptr,
+    scale, scale_log2, seqlen_q, seqlen_k, heads_k, group,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    stride_dkb, stride_dkh, stride_dkn, stride_dkd,
+    stride_dvb, stride_dvh, stride_dvn, stride_dvd,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
     RELOAD: tl.constexpr,
-):
+):  # fmt: skip
     """dK and dV of one key block, over every query head of its group.
 
     RELOAD loads K and V anew for every query block: shared memory then holds one of them at a time.
@@ -234,42 +152,15 @@ def dkdv_kernel(
         row = (batch.to(tl.int64) * heads_k * group + head) * seqlen_q
         for MASKED in tl.static_range(2):
             dk, dv = _accumulate_dkdv(
-                dk,
-                dv,
-                k,
-                v,
-                q_head,
-                k_ptr,
-                v_ptr,
-                do_head,
-                lse_log2_ptr + row,
-                delta_ptr + row,
-                start_n,
-                begin,
-                full_begin,
-                full_end,
-                seqlen_q,
-                seqlen_k,
-                scale_log2,
-                stride_qm,
-                stride_qd,
-                stride_kn,
-                stride_kd,
-                stride_vn,
-                stride_vd,
-                stride_dom,
-                stride_dod,
-                HEAD_DIM,
-                BLOCK_D,
-                BLOCK_M,
-                BLOCK_N,
-                STRIDE_UNIT,
-                CAUSAL,
-                WITH_DK,
-                WITH_DV,
-                RELOAD,
-                MASKED,
-            )
+                dk, dv, k, v,
+                q_head, k_ptr, v_ptr, do_head, lse_log2_ptr + row, delta_ptr + row,
+                start_n, begin, full_begin, full_end, seqlen_q, seqlen_k, scale_log2,
+                stride_qm, stride_qd,
+                stride_kn, stride_kd,
+                stride_vn, stride_vd,
+                stride_dom, stride_dod,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, WITH_DK, WITH_DV, RELOAD, MASKED,
+            )  # fmt: skip
     if WITH_DK:
         dk *= scale
         store_tile(dk_ptr, dk, start_n, seqlen_k, stride_dkn, stride_dkd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
@@ -279,31 +170,14 @@ def dkdv_kernel(
 
 @triton.jit
 def _accumulate_dq(
-    dq,
-    q,
-    do,
-    lse_log2,
-    delta,
-    k_ptr,
-    v_ptr,
-    start_m,
-    begin,
-    end,
-    seqlen_q,
-    seqlen_k,
-    scale_log2,
-    stride_kn,
-    stride_kd,
-    stride_vn,
-    stride_vd,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    dq, q, do, lse_log2, delta,
+    k_ptr, v_ptr,
+    start_m, begin, end, seqlen_q, seqlen_k, scale_log2,
+    stride_kn, stride_kd,
+    stride_vn, stride_vd,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The query block against the key blocks in [begin, end)."""
     for start_n in tl.range(begin, end, BLOCK_N):
         k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
@@ -326,46 +200,16 @@ def _accumulate_dq(
     + [f"stride_{tensor}{axis}" for tensor in ("q", "k", "v", "do", "dq") for axis in "bhmn"]
 )
 def dq_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    do_ptr,
-    dq_ptr,
-    lse_log2_ptr,
-    delta_ptr,
-    scale,
-    scale_log2,
-    seqlen_q,
-    seqlen_k,
-    heads_q,
-    group,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_vd,
-    stride_dob,
-    stride_doh,
-    stride_dom,
-    stride_dod,
-    stride_dqb,
-    stride_dqh,
-    stride_dqm,
-    stride_dqd,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, do_ptr, dq_ptr, lse_log2_ptr, delta_ptr,
+    scale, scale_log2, seqlen_q, seqlen_k, heads_q, group,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_dob, stride_doh, stride_dom, stride_dod,
+    stride_dqb, stride_dqh, stride_dqm, stride_dqd,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
     """dQ of one query block."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     block = tl.program_id(0) % blocks
@@ -391,36 +235,18 @@ def dq_kernel(
     full_end, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
     for MASKED in tl.static_range(2):
         dq = _accumulate_dq(
-            dq,
-            q,
-            do,
-            lse_log2,
-            delta,
-            k_ptr,
-            v_ptr,
-            start_m,
-            full_end if MASKED else 0,
-            end if MASKED else full_end,
-            seqlen_q,
-            seqlen_k,
-            scale_log2,
-            stride_kn,
-            stride_kd,
-            stride_vn,
-            stride_vd,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            BLOCK_N,
-            STRIDE_UNIT,
-            CAUSAL,
-            MASKED,
-        )
+            dq, q, do, lse_log2, delta,
+            k_ptr, v_ptr,
+            start_m, full_end if MASKED else 0, end if MASKED else full_end, seqlen_q, seqlen_k, scale_log2,
+            stride_kn, stride_kd,
+            stride_vn, stride_vd,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, MASKED,
+        )  # fmt: skip
     store_tile(dq_ptr, dq * scale, start_m, seqlen_q, stride_dqm, stride_dqd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
 
 
 def delta_launch(o, do, dlse_log2, delta) -> Launch:
-    """The launch that fills delta (batch, heads, seqlen_q) in fp32; dlse_log2 is None or shaped as delta."""
+    """The launch that fills delta (batch, heads, seqlen_q) in fp32; dlse_log2 is None or contiguous as delta is."""
     batch, heads_q, seqlen_q, head_dim = o.shape
     strides, unit = pack_strides(o, do)
     return Launch(
@@ -477,28 +303,17 @@ def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, t
 
 
 def backward(
-    q,
-    k,
-    v,
-    o,
-    lse_log2,
-    do,
-    dlse_log2,
-    *,
-    causal: bool,
-    scale: float,
-    dkdv_tile: Tile,
-    dq_tile: Tile,
-    needs,
-    dtype=None,
-) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:
+    q, k, v, o, lse_log2, do, dlse_log2, *,
+    causal: bool, scale: float, dkdv_tile: Tile, dq_tile: Tile, needs, dtype=None,
+) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dq, dk, dv, laid out as their inputs, in dtype (the inputs' unless given); None where needs is False.
 
     Tensors as of forward(); do has any strides; dlse_log2, the gradient of lse_log2, may be None.
     """
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) if need else None for x, need in zip((q, k, v), needs, strict=True))
     delta = torch.empty_like(lse_log2)
-    delta_launch(o, do, dlse_log2, delta).run()
+    # lse_log2 and delta are contiguous; autograd may hand its gradient over with any strides.
+    delta_launch(o, do, None if dlse_log2 is None else dlse_log2.contiguous(), delta).run()
     if dk is not None or dv is not None:
         dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, causal=causal, scale=scale, tile=dkdv_tile).run()
     if dq is not None:

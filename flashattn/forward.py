@@ -11,30 +11,14 @@ from .primitives import LOG2E, key_range, load_tile, score_mask, sequence_span, 
 
 @triton.jit
 def _attend(
-    acc,
-    m_i,
-    l_i,
-    q,
-    k_ptr,
-    v_ptr,
-    start_m,
-    begin,
-    end,
-    seqlen_q,
-    seqlen_k,
-    scale_log2,
-    stride_kn,
-    stride_kd,
-    stride_vn,
-    stride_vd,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    acc, m_i, l_i, q,
+    k_ptr, v_ptr,
+    start_m, begin, end, seqlen_q, seqlen_k, scale_log2,
+    stride_kn, stride_kd,
+    stride_vn, stride_vd,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """The query block against the key blocks in [begin, end)."""
     for start_n in tl.range(begin, end, BLOCK_N):
         k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
@@ -56,39 +40,15 @@ def _attend(
     + [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhmn"]
 )
 def forward_kernel(
-    q_ptr,
-    k_ptr,
-    v_ptr,
-    o_ptr,
-    lse_log2_ptr,
-    scale_log2,
-    seqlen_q,
-    seqlen_k,
-    heads_q,
-    group,
-    stride_qb,
-    stride_qh,
-    stride_qm,
-    stride_qd,
-    stride_kb,
-    stride_kh,
-    stride_kn,
-    stride_kd,
-    stride_vb,
-    stride_vh,
-    stride_vn,
-    stride_vd,
-    stride_ob,
-    stride_oh,
-    stride_om,
-    stride_od,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+    q_ptr, k_ptr, v_ptr, o_ptr, lse_log2_ptr,
+    scale_log2, seqlen_q, seqlen_k, heads_q, group,
+    stride_qb, stride_qh, stride_qm, stride_qd,
+    stride_kb, stride_kh, stride_kn, stride_kd,
+    stride_vb, stride_vh, stride_vn, stride_vd,
+    stride_ob, stride_oh, stride_om, stride_od,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     block = tl.program_id(0) % blocks
     if CAUSAL:
@@ -110,30 +70,13 @@ def forward_kernel(
     full_end, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
     for MASKED in tl.static_range(2):
         acc, m_i, l_i = _attend(
-            acc,
-            m_i,
-            l_i,
-            q,
-            k_ptr,
-            v_ptr,
-            start_m,
-            full_end if MASKED else 0,
-            end if MASKED else full_end,
-            seqlen_q,
-            seqlen_k,
-            scale_log2,
-            stride_kn,
-            stride_kd,
-            stride_vn,
-            stride_vd,
-            HEAD_DIM,
-            BLOCK_D,
-            BLOCK_M,
-            BLOCK_N,
-            STRIDE_UNIT,
-            CAUSAL,
-            MASKED,
-        )
+            acc, m_i, l_i, q,
+            k_ptr, v_ptr,
+            start_m, full_end if MASKED else 0, end if MASKED else full_end, seqlen_q, seqlen_k, scale_log2,
+            stride_kn, stride_kd,
+            stride_vn, stride_vd,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, MASKED,
+        )  # fmt: skip
 
     # A row without a key has the sum 0; it gets output 0, lse -inf.
     empty = l_i == 0.0

@@ -116,16 +116,9 @@ def load_tile(
 @triton.jit
 def store_tile(
     row_ptr,
-    tile,
-    start,
-    seqlen,
-    stride_row,
-    stride_d,
-    ROWS: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr,
-):
+    tile, start, seqlen, stride_row, stride_d,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+):  # fmt: skip
     """The inverse of load_tile, in the element type of the pointer."""
     ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT)
     mask = tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D)

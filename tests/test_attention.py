@@ -56,6 +56,8 @@ def test_gradient_of_lse(causal, dtype):
     dlse = torch.randn(q.shape[:3], device=DEVICE)
     compare(q, k, v, causal=causal, dlse=dlse)
     compare(q, k, v, causal=causal, dlse=dlse, do=torch.zeros_like(q))
+    compare(q, k, v, causal=causal, dlse=dlse.transpose(0, 2).contiguous().transpose(0, 2))
+    compare(q, k, v, causal=causal, dlse=dlse[:1, :1].expand_as(dlse))
 
 
 def test_gradient_of_lse_alone():

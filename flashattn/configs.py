@@ -11,7 +11,6 @@ import os
 import re
 import warnings
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -271,16 +270,18 @@ class Device:
     @property
     def code_path(self) -> str:
         """How dots of 16-bit elements compile: "tensor" cores, or "scalar" (sm_75 under Triton from 3.3 on)."""
-        return "scalar" if self.capability < 80 and _triton_release() >= (3, 3) else "tensor"
+        release = tuple(int(part) for part in _triton_version().split(".")[:2])
+        return "scalar" if self.capability < 80 and release >= (3, 3) else "tensor"
 
 
 INTERPRETER = Device("interpreter", 75, 65536)  # a laptop runs the T4's tiles
 
 
 @functools.cache
-def _triton_release() -> tuple[int, int]:
-    major, minor = metadata.version("triton").split(".")[:2]
-    return int(major), int(minor)
+def _triton_version() -> str:
+    import triton  # asked itself: its distribution has other names on Windows and in nightly builds
+
+    return triton.__version__
 
 
 @functools.cache
@@ -341,7 +342,7 @@ def cache_dir() -> Path:
 def tuned_file(device: Device) -> Path:
     """One file for each GPU, Triton release and code path."""
     gpu = re.sub(r"[^A-Za-z0-9]+", "_", device.name).strip("_")
-    return cache_dir() / f"{gpu}_triton{metadata.version('triton')}_{device.code_path}.json"
+    return cache_dir() / f"{gpu}_triton{_triton_version()}_{device.code_path}.json"
 
 
 def tuned_key(pass_: str, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> str:

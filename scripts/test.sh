@@ -7,4 +7,4 @@ python="$("$root/scripts/setup.sh")"
 cd "$root"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" # for an interpreter into which nothing was installed
 # At most 8 workers: on a GPU each has a CUDA context of its own.
-exec "$python" -m pytest -n auto --maxprocesses 8 --junitxml results/local/tests.xml "$@"
+exec "$python" -m pytest -n auto --maxprocesses 8 --dist worksteal --junitxml results/local/tests.xml "$@"

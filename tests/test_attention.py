@@ -117,7 +117,7 @@ def test_future_keys_do_not_leak(causal):
 @pytest.mark.parametrize("backend", ["triton", "reference"])
 @causal_or_not
 def test_the_same_bits_each_time(backend, causal):
-    q, k, v = inputs(2, 4, 150, 170, 64, heads_k=2, requires_grad=True)
+    q, k, v = inputs(1, 4, 150, 170, 64, heads_k=2, requires_grad=True)
     do = torch.randn_like(q)
 
     def run():
@@ -125,7 +125,7 @@ def test_the_same_bits_each_time(backend, causal):
         return o, lse, *torch.autograd.grad(o, (q, k, v), do)
 
     first = run()
-    for _ in range(3):
+    for _ in range(2 if DEVICE == "cpu" else 10):
         assert all(torch.equal(a, b) for a, b in zip(first, run(), strict=True))
 
 

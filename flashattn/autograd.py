@@ -1,8 +1,11 @@
 """The operators, as torch.compile sees them, and the autograd function around them."""
 
 import warnings
+from contextlib import nullcontext
 
 import torch
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from . import configs, reference
 
@@ -41,7 +44,7 @@ def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, nee
         largest = do.abs().amax().float()
         if dlse_log2 is not None:
             largest = torch.maximum(largest, dlse_log2.abs().amax())
-        exponent = torch.frexp(largest).exponent
+        exponent = torch.frexp(largest).exponent.clamp(-126, 126)  # beyond, ldexp's own 2**exponent is no fp32
         do = torch.ldexp(do.float(), -exponent).to(torch.float16)
         dlse_log2 = None if dlse_log2 is None else torch.ldexp(dlse_log2, -exponent)
         halves = [_saturate(x) for x in (q, k, v, o)]
@@ -64,7 +67,8 @@ def _without_autocast(fn):
     """The reference's products stay fp32 under autocast, which has cast q, k and v already."""
 
     def wrapped(q, *args, **kwargs):
-        with torch.autocast(q.device.type, enabled=False):
+        kind = q.device.type
+        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             return fn(q, *args, **kwargs)
 
     return wrapped
@@ -112,8 +116,17 @@ def _backward_fake(q, k, v, o, lse_log2, do, dlse_log2, causal, scale, backend, 
 
 
 def _eager(q: torch.Tensor) -> bool:
-    """Whether nothing looks on (torch.compile, fake tensors), so that an operator may run without the dispatcher."""
-    return type(q) in (torch.Tensor, torch.nn.Parameter) and not torch.compiler.is_compiling()
+    """Whether nothing looks on, so that an operator may run without the dispatcher.
+
+    torch.compile, tracers, fake tensors, FLOP counters, torch.func and the like must see the operator.
+    """
+    return (
+        type(q) in (torch.Tensor, torch.nn.Parameter)
+        and not torch.compiler.is_compiling()
+        and _get_current_dispatch_mode() is None
+        and not torch._C._are_functorch_transforms_active()
+        and not torch.jit.is_tracing()
+    )
 
 
 class _Attention(torch.autograd.Function):
@@ -158,6 +171,8 @@ class _AttentionBackward(torch.autograd.Function):
 
 def attend(q, k, v, causal: bool, scale: float, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and base-2 log-sum-exp of validated tensors, differentiable where an input needs a gradient."""
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
+        raise NotImplementedError("flashattn.attention: forward-mode differentiation is not supported")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, causal, scale, backend)
     return (_forward if _eager(q) else torch.ops.flashattn.forward)(q, k, v, causal, scale, backend)

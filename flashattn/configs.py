@@ -270,8 +270,7 @@ class Device:
     @property
     def code_path(self) -> str:
         """How dots of 16-bit elements compile: "tensor" cores, or "scalar" (sm_75 under Triton from 3.3 on)."""
-        release = tuple(int(part) for part in _triton_version().split(".")[:2])
-        return "scalar" if self.capability < 80 and release >= (3, 3) else "tensor"
+        return "scalar" if self.capability < 80 and _triton_release() >= (3, 3) else "tensor"
 
 
 INTERPRETER = Device("interpreter", 75, 65536)  # a laptop runs the T4's tiles
@@ -284,6 +283,10 @@ def _triton_version() -> str:
     return triton.__version__
 
 
+def _triton_release() -> tuple[int, ...]:
+    return tuple(int(part) for part in _triton_version().split(".")[:2])
+
+
 @functools.cache
 def device_of(device: torch.device) -> Device:
     """The facts of a torch device; a CPU stands for Triton's interpreter."""
@@ -291,7 +294,14 @@ def device_of(device: torch.device) -> Device:
         return INTERPRETER
     properties = torch.cuda.get_device_properties(device)
     capability = 10 * properties.major + properties.minor
-    return Device(properties.name, capability, properties.shared_memory_per_block_optin)
+    found = Device(properties.name, capability, properties.shared_memory_per_block_optin)
+    if found.code_path == "scalar":
+        warnings.warn(
+            f"flashattn: Triton {_triton_version()} does not use the tensor cores of {found.name}: 16-bit attention "
+            "runs some 17 times slower than with Triton 3.2.0 (torch 2.6)",
+            stacklevel=2,
+        )
+    return found
 
 
 def length_bucket(length: int) -> int:
@@ -301,7 +311,12 @@ def length_bucket(length: int) -> int:
 
 def candidates(pass_: str, device: Device, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
     """The shipped tiles of a pass that fit the device's shared memory, in the table's order."""
-    scalar = device.code_path == "scalar" and device is not INTERPRETER
+    scalar = dtype.itemsize == _HALF and device is not INTERPRETER and device.code_path == "scalar"
+    if scalar and _triton_release() == (3, 3):
+        raise NotImplementedError(
+            f"backend='triton': Triton {_triton_version()} does not compile {dtype} attention for {device.name}; "
+            "use Triton 3.2.0 (torch 2.6), or backend='reference'"
+        )
     itemsize = _FLOAT if scalar else dtype.itemsize  # without tensor cores 16-bit tiles are laid out as fp32 ones
     table = TILES[device.architecture][pass_, itemsize][max(32, padded_head_dim(head_dim))]
     return tuple(
@@ -329,6 +344,11 @@ def choose(pass_: str, q: torch.Tensor, length: int, causal: bool) -> Tile:
 @functools.cache
 def _choose(pass_: str, device: Device, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> Tile:
     tiles = candidates(pass_, device, dtype, head_dim)
+    if not tiles:
+        raise NotImplementedError(
+            f"backend='triton': no tile of {pass_} for {dtype} and head_dim {head_dim} fits the {device.shared_bytes} "
+            f"bytes of shared memory of {device.name}; use backend='reference'"
+        )
     tuned = load_tuned(device).get(tuned_key(pass_, dtype, head_dim, bucket, causal))
     return tuned if tuned in tiles else default_tile(tiles, pass_, bucket)
 

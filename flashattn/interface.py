@@ -12,6 +12,7 @@ from .autograd import attend
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 MAX_HEAD_DIM = 256
 BACKENDS = ("auto", "triton", "reference")
+SMALLEST_SCALE, LARGEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 # Triton reads the variable when a kernel is decorated: from then on the process interprets, or it does not.
 INTERPRETED = HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1"
@@ -60,12 +61,15 @@ def attention(
     """
     q, k, v = _autocast(q, k, v)
     _validate(q, k, v, causal, scale, backend)
-    backend = backend_for(q) if backend == "auto" else backend
-    if backend == "triton":
-        _require_triton(q)
+    if backend == "auto":
+        backend = backend_for(q)
+    elif backend == "triton" and (reason := _refusal(q)):
+        raise NotImplementedError(f"backend='triton' {reason}; use backend='auto' or 'reference'")
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if scale <= 0:  # the kernels take the maximum before they scale
-        q, scale = (-q, -scale) if scale < 0 else (q * 0, 1.0)
+    if scale < 0:  # the kernels take the maximum before they scale
+        q, scale = -q, -scale
+    if scale < SMALLEST_SCALE:  # in fp32 it would be 0, and a masked score 0 * -inf
+        q, scale = q * 0, 1.0
     o, lse_log2 = attend(q, k, v, causal, scale, backend)
     return (o, lse_log2 * math.log(2)) if return_lse else o
 
@@ -82,30 +86,26 @@ def flash_attention(
 
 def backend_for(q: torch.Tensor) -> str:
     """What backend="auto" takes for a tensor like q: "triton" or "reference"."""
-    if q.device.type == "cuda":
-        if HAS_TRITON:
-            return "triton"
+    if q.device.type == "cuda" and not HAS_TRITON:
         warnings.warn("flashattn: Triton is not installed; attention runs on its slow PyTorch reference", stacklevel=3)
-    elif q.device.type == "cpu" and INTERPRETED and q.dtype != torch.bfloat16:
-        return "triton"
-    return "reference"
+    return "triton" if _refusal(q) is None else "reference"
 
 
-def _require_triton(q: torch.Tensor) -> None:
-    """Refuse backend="triton" by name where it cannot run."""
+def _refusal(q: torch.Tensor) -> str | None:
+    """Why the Triton kernels cannot take a tensor like q; None where they can."""
     if not HAS_TRITON:
-        raise NotImplementedError("backend='triton' needs the package triton, which is not installed")
-    if q.device.type == "cpu" and INTERPRETED:
-        if q.dtype == torch.bfloat16:
-            raise NotImplementedError(
-                "backend='triton' interpreted on a CPU takes float16 or float32, got q in bfloat16: Triton's "
-                "interpreter computes bfloat16 wrongly; use backend='auto' or 'reference'"
-            )
-    elif q.device.type != "cuda":
-        raise NotImplementedError(
-            f"backend='triton' takes CUDA tensors, or CPU tensors where TRITON_INTERPRET=1 was set before flashattn "
-            f"was imported; got q on {q.device}; use backend='auto' or 'reference'"
+        return "needs the package triton, which is not installed"
+    if INTERPRETED and q.dtype == torch.bfloat16:
+        return (
+            "takes float16 or float32 under TRITON_INTERPRET=1, got q in bfloat16, which Triton's interpreter "
+            "computes wrongly"
         )
+    if q.device.type != "cuda" and not (q.device.type == "cpu" and INTERPRETED):
+        return (
+            "takes CUDA tensors, or CPU tensors where TRITON_INTERPRET=1 was set before flashattn was imported; "
+            f"got q on {q.device}"
+        )
+    return None
 
 
 def _autocast(*tensors):
@@ -114,13 +114,15 @@ def _autocast(*tensors):
     if device not in ("cuda", "cpu") or not torch.is_autocast_enabled(device):
         return tensors
     dtype = torch.get_autocast_dtype(device)
-    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in tensors)
+    return tuple(x.to(dtype) if isinstance(x, torch.Tensor) and x.dtype in DTYPES else x for x in tensors)
 
 
 def _validate(q, k, v, causal, scale, backend) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise TypeError(f"{name} must be a torch.Tensor, got {type(x).__name__}")
+        if x.layout != torch.strided:
+            raise TypeError(f"{name} must be a dense tensor, got layout {x.layout}")
         if x.dim() != 4:
             raise ValueError(
                 f"{name} must have 4 dimensions (batch, heads, length, head_dim), got shape {tuple(x.shape)}"
@@ -143,11 +145,11 @@ def _validate(q, k, v, causal, scale, backend) -> None:
     if heads % heads_k if heads_k else heads:
         raise ValueError(f"q's heads must be a multiple of k's heads, got {heads} and {heads_k}")
     if not isinstance(causal, bool):
-        raise TypeError(f"causal must be a bool, got {type(causal).__name__}")
+        raise TypeError(f"causal must be True or False, got {causal!r}")
     if scale is not None:
         if isinstance(scale, bool) or not isinstance(scale, (int, float)):
             raise TypeError(f"scale must be a float or None, got {type(scale).__name__}")
-        if not math.isfinite(scale):
-            raise ValueError(f"scale must be finite, got {scale}")
-    if backend not in BACKENDS:
+        if not -LARGEST_SCALE < scale < LARGEST_SCALE:
+            raise ValueError(f"scale must be finite, and in the range of float32, got {scale}")
+    if not isinstance(backend, str) or backend not in BACKENDS:
         raise ValueError(f"backend must be one of {', '.join(BACKENDS)}, got {backend!r}")

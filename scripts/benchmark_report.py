@@ -60,11 +60,11 @@ def _draw(frame: pd.DataFrame, value: str, label: str, log: bool) -> Figure:
             rows = frame[(frame["mode"] == mode) & (frame[PANEL] == panel).all(axis=1)]
             _lines(axis, rows, value, frame["provider"].unique())
             axis.set_title(f"{mode}, head dim {panel[0]}, {'causal' if panel[1] else 'not causal'}", fontsize=9)
-            if log:
-                axis.set_yscale("log")
-            else:
-                axis.set_ylim(bottom=0)
         line[0].set_ylabel(label)
+        if log:
+            line[0].set_yscale("log")
+        else:
+            line[0].set_ylim(bottom=0)  # once all panels of the shared axis are drawn: it ends autoscaling
     lengths = sorted(frame["seqlen"].unique())
     for axis in axes[-1]:
         axis.set_xscale("log")

@@ -50,7 +50,7 @@ def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    lengths = [128, 256, 512, 1024, 2048, 4096, 8192, 16384]
+    lengths = [2**i for i in range(4, 16)]
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], help="padded to powers of two")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="one for each bucket to tune")
     parser.add_argument("--dtypes", nargs="+", choices=["float16", "bfloat16", "float32"], default=["float16"])

@@ -1,6 +1,7 @@
 """Which gradients are computed, torch.compile, autocast, and bf16 on a GPU that has none."""
 
 import itertools
+import warnings
 
 import pytest
 import torch
@@ -78,6 +79,56 @@ def test_torch_compile_sees_one_operator(backend, causal):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+def test_whatever_looks_on_sees_the_operator(backend):
+    """Tracers, fake tensors and dispatch modes: the eager shortcut past the dispatcher must not hide the operator."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    q, k, v = inputs(1, 2, 20, 30, 16, dtype=torch.float32)
+
+    def call(q, k, v):
+        return attention(q, k, v, causal=True, backend=backend)
+
+    graph = make_fx(call)(q, k, v)
+    assert torch.ops.flashattn.forward.default in [node.target for node in graph.graph.nodes]
+    others = [torch.randn_like(x) for x in (q, k, v)]
+    assert torch.equal(graph(*others), call(*others))
+    with FakeTensorMode(allow_non_fake_inputs=True) as mode:
+        assert call(q, k, v).shape == q.shape
+        assert call(*map(mode.from_tensor, (q, k, v))).shape == q.shape
+    seen = []
+
+    class Spy(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Spy():
+        call(q, k, v)
+    assert torch.ops.flashattn.forward.default in seen
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_activation_checkpointing(reentrant):
+    from torch.utils.checkpoint import checkpoint
+
+    q, k, v = inputs(1, 2, 20, 30, 16, dtype=torch.float32, requires_grad=True)
+    expected = torch.autograd.grad(attention(q, k, v).square().sum(), (q, k, v))
+    checkpoint(attention, q, k, v, use_reentrant=reentrant).square().sum().backward()
+    for x, grad in zip((q, k, v), expected, strict=True):
+        torch.testing.assert_close(x.grad, grad)
+
+
+def test_torch_compile_takes_a_scale_that_varies():
+    q, k, v = inputs(1, 2, 20, 30, 16, dtype=torch.float32)
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, scale: attention(q, k, v, scale=scale), fullgraph=True, backend="aot_eager")
+    for scale in (0.5, 0.25, 0.125, 0.3):
+        torch.testing.assert_close(compiled(q, scale), attention(q, k, v, scale=scale))
+
+
 def test_operators_keep_their_contract():
     q, k, v = inputs(1, 2, 20, 30, 16, dtype=torch.float32)
     for backend in ("triton", "reference"):
@@ -107,7 +158,7 @@ def test_autocast_is_honoured():
 def no_bf16(monkeypatch):
     """The rule for bf16 on a GPU without it, on the device at hand."""
     monkeypatch.setattr(autograd, "_lacks_bf16", lambda device: True)
-    monkeypatch.setattr("flashattn.interface._require_triton", lambda q: None)  # it is fp16 that is interpreted
+    monkeypatch.setattr("flashattn.interface._refusal", lambda q: None)  # it is fp16 that is interpreted
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -129,7 +180,19 @@ def test_bf16_values_beyond_fp16_saturate(no_bf16):
     check("o", o, exact, baseline)
 
 
+@pytest.mark.filterwarnings("ignore:flashattn")
+@pytest.mark.parametrize("size", [0.0, 1e-39, 1e-30, 1e38])
+def test_bf16_without_bf16_tensor_cores_takes_gradients_of_any_size(no_bf16, size):
+    q, k, v = inputs(1, 1, 20, 30, 16, dtype=torch.bfloat16, requires_grad=True)
+    o = attention(q, k, v, backend="triton")
+    for grad in torch.autograd.grad(o, (q, k, v), torch.full_like(o, size)):
+        assert grad.isfinite().all() and (size < 1e-30 or grad.count_nonzero())
+
+
 def test_bf16_without_bf16_tensor_cores_warns_once(no_bf16):
     q, k, v = inputs(1, 1, 20, 30, 16, dtype=torch.bfloat16)
-    with pytest.warns(UserWarning, match="bf16 inputs are computed in fp16"):
-        attention(q, k, v, backend="triton")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(3):
+            attention(q, k, v, backend="triton")
+    assert sum("bf16 inputs are computed in fp16" in str(w.message) for w in caught) == 1

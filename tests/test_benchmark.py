@@ -116,6 +116,20 @@ def test_memory_reduction():
     assert reduction["reduction"].isna().tolist() == [False, True]
 
 
+def test_figures_show_every_point():
+    """Panels of a row share an axis: the last one may hold the largest value, or the first."""
+    rows = [
+        {"mode": "forward", "head_dim": d, "causal": c, "seqlen": n, "provider": "flashattn", "value": value}
+        for d, c, value in ((64, False, 900.0), (64, True, 10.0), (128, False, 2000.0))
+        for n in (128, 256)
+    ]
+    machine = {"gpu": "A GPU", "dtype": "float16", "torch": "2", "triton": "3", "commit": "0" * 40, "dirty": "no"}
+    figure = benchmark_report._draw(pd.DataFrame(rows).assign(**machine), "value", "TFLOP/s", log=False)
+    for axis in figure.axes:
+        bottom, top = axis.get_ylim()
+        assert all(bottom <= y <= top for line in axis.get_lines() for y in line.get_ydata())
+
+
 def test_attention_command_line(tmp_path):
     flags = ["--seq-lens", "64", "128", "--causal", "--tokens", "128", "--width", "64", "--budget-ms", "5"]
     done = run_script("benchmark_attention.py", *flags, "--output", str(tmp_path))

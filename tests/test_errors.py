@@ -26,9 +26,13 @@ CASES = {
     "k and v differ": (lambda: attention(Q, K, K[:, :, :3]), ValueError, r"v must have k's shape \(2, 2, 6, 8\), got"),
     "heads": (lambda: attention(Q[:, :3], K, K), ValueError, "q's heads must be a multiple of k's heads, got 3 and 2"),
     "no key heads": (lambda: attention(Q, K[:, :0], K[:, :0]), ValueError, "multiple of k's heads, got 4 and 0"),
-    "causal": (lambda: attention(Q, K, K, causal="yes"), TypeError, "causal must be a bool, got str"),
+    "causal": (lambda: attention(Q, K, K, causal="yes"), TypeError, "causal must be True or False, got 'yes'"),
     "scale": (lambda: attention(Q, K, K, scale="big"), TypeError, "scale must be a float or None, got str"),
-    "scale nan": (lambda: attention(Q, K, K, scale=float("nan")), ValueError, "scale must be finite, got nan"),
+    "scale nan": (lambda: attention(Q, K, K, scale=float("nan")), ValueError, "scale must be finite.* got nan"),
+    "scale 1e39": (lambda: attention(Q, K, K, scale=1e39), ValueError, "scale must be finite.* float32, got 1e\\+39"),
+    "scale 10**400": (lambda: attention(Q, K, K, scale=10**400), ValueError, "scale must be finite"),
+    "sparse": (lambda: attention(Q.to_sparse(), K, K), TypeError, "q must be a dense tensor, got layout"),
+    "no string": (lambda: attention(Q, K, K, backend=None), ValueError, "backend must be one of .* got None"),
     "backend": (lambda: attention(Q, K, K, backend="cuda"), ValueError, "backend must be one of auto, .* got 'cuda'"),
 }
 
@@ -49,3 +53,12 @@ def test_double_backward_is_refused():
         (dq,) = torch.autograd.grad(o.sum(), q, create_graph=True)
         with pytest.raises(NotImplementedError, match="flashattn.attention: double backward"):
             torch.autograd.grad(dq.sum(), q)
+
+
+def test_forward_mode_is_refused():
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(Q, Q)
+        with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
+            attention(dual, K, K)
+    with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
+        torch.func.jvp(lambda q: attention(q, K, K), (Q,), (Q,))

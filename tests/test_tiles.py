@@ -100,6 +100,31 @@ def test_a_tile_that_does_not_fit_is_pruned():
     assert all(configs.smem_bytes("forward", tile, 128, 2, 80) <= 60000 for tile in tiles)
 
 
+def test_where_no_tile_fits_it_is_said(monkeypatch):
+    monkeypatch.setattr(configs, "device_of", lambda _: Device("tiny", 86, 1000))
+    monkeypatch.setattr(configs, "load_tuned", lambda _: {})
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
+    with pytest.raises(NotImplementedError, match="no tile of forward .* head_dim 64 fits the 1000 bytes .* of tiny"):
+        configs.choose("forward", q, 100, True)
+
+
+@pytest.mark.parametrize("release, path", [("3.2.0", "tensor"), ("3.4.0", "scalar"), ("3.6.0", "scalar")])
+def test_code_path_on_turing(release, path, monkeypatch):
+    monkeypatch.setattr(configs, "_triton_version", lambda: release)
+    assert DEVICES["sm_75"].code_path == path and DEVICES["sm_80"].code_path == "tensor"
+    table = TILES["sm_75"]["forward", 2 if path == "tensor" else 4][128]
+    assert configs.candidates("forward", DEVICES["sm_75"], torch.float16, 128) == table
+
+
+def test_triton_3_3_on_turing_is_refused_for_16_bits(monkeypatch):
+    monkeypatch.setattr(configs, "_triton_version", lambda: "3.3.1")
+    for dtype in (torch.float16, torch.bfloat16):
+        with pytest.raises(NotImplementedError, match="Triton 3.3.1 does not compile .*16 attention for T4"):
+            configs.candidates("dq", DEVICES["sm_75"], dtype, 64)
+    assert configs.candidates("dq", DEVICES["sm_75"], torch.float32, 64)
+    assert configs.candidates("dq", DEVICES["sm_80"], torch.float16, 64)
+
+
 def test_shared_memory_by_hand():
     half = {"head_dim": 64, "itemsize": 2}
     # Q 128x64 and one of K and V 64x64.

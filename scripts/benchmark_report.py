@@ -56,10 +56,10 @@ def _draw(frame: pd.DataFrame, value: str, label: str, log: bool) -> Figure:
     figure = Figure(figsize=(3.6 * len(panels) + 2, 2.8 * len(modes) + 1.4), layout="constrained")
     axes = figure.subplots(len(modes), len(panels), sharex=True, sharey="row", squeeze=False)
     for line, mode in zip(axes, modes, strict=True):
-        for axis, panel in zip(line, panels, strict=True):
-            rows = frame[(frame["mode"] == mode) & (frame[PANEL] == panel).all(axis=1)]
+        for axis, (head_dim, causal) in zip(line, panels, strict=True):
+            rows = frame[(frame["mode"] == mode) & (frame["head_dim"] == head_dim) & (frame["causal"] == causal)]
             _lines(axis, rows, value, frame["provider"].unique())
-            axis.set_title(f"{mode}, head dim {panel[0]}, {'causal' if panel[1] else 'not causal'}", fontsize=9)
+            axis.set_title(f"{mode}, head dim {head_dim}, {'causal' if causal else 'not causal'}", fontsize=9)
         line[0].set_ylabel(label)
         if log:
             line[0].set_yscale("log")

@@ -10,8 +10,10 @@ import json
 import os
 import re
 import warnings
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -55,7 +57,12 @@ def tile_constants(tile: Tile, head_dim: int, stride_unit: int, causal: bool) ->
 _HALF, _FLOAT = 2, 4  # bytes an element: fp16 and bf16 share their tiles
 
 # {(pass, bytes an element): {padded head dim: candidates, the default for long sequences first}}
-Table = dict[tuple[str, int], dict[int, tuple[Tile, ...]]]
+Table = Mapping[tuple[str, int], Mapping[int, tuple[Tile, ...]]]
+
+
+def _frozen(table: Mapping) -> Mapping:
+    return MappingProxyType({key: _frozen(x) if isinstance(x, Mapping) else x for key, x in table.items()})
+
 
 # float32 runs on the FMA units of every architecture; so do 16-bit elements where the tensor cores are missing.
 _FLOAT_TILES: Table = {
@@ -104,120 +111,122 @@ _FLOAT_TILES: Table = {
     },
 }
 
-TILES: dict[str, Table] = {
-    "sm_75": {
-        ("forward", _HALF): {
-            32: (Tile(128, 64, 4, registers=184), Tile(128, 32, 4, registers=155), Tile(64, 64, 4, registers=132)),
-            64: (
-                Tile(128, 64, 4, registers=255, stack_bytes=8),
-                Tile(256, 64, 8, registers=248),
-                Tile(128, 32, 4, registers=212),
-                Tile(64, 64, 4, registers=168, stack_bytes=16),
-                Tile(64, 32, 4, registers=132),
-            ),
-            128: (
-                Tile(128, 64, 8, registers=246),
-                Tile(128, 32, 8, registers=199),
-                Tile(64, 64, 8, registers=209),
-                Tile(64, 32, 4, registers=239),
-            ),
-            256: (
-                Tile(64, 32, 8, registers=255, stack_bytes=24),
-                Tile(32, 32, 4, registers=255, stack_bytes=24),
-                Tile(32, 16, 4, registers=255, stack_bytes=16),
-            ),
+TILES: Mapping[str, Table] = _frozen(
+    {
+        "sm_75": {
+            ("forward", _HALF): {
+                32: (Tile(128, 64, 4, registers=184), Tile(128, 32, 4, registers=155), Tile(64, 64, 4, registers=132)),
+                64: (
+                    Tile(128, 64, 4, registers=255, stack_bytes=8),
+                    Tile(256, 64, 8, registers=248),
+                    Tile(128, 32, 4, registers=212),
+                    Tile(64, 64, 4, registers=168, stack_bytes=16),
+                    Tile(64, 32, 4, registers=132),
+                ),
+                128: (
+                    Tile(128, 64, 8, registers=246),
+                    Tile(128, 32, 8, registers=199),
+                    Tile(64, 64, 8, registers=209),
+                    Tile(64, 32, 4, registers=239),
+                ),
+                256: (
+                    Tile(64, 32, 8, registers=255, stack_bytes=24),
+                    Tile(32, 32, 4, registers=255, stack_bytes=24),
+                    Tile(32, 16, 4, registers=255, stack_bytes=16),
+                ),
+            },
+            ("dkdv", _HALF): {
+                32: (Tile(32, 128, 4, registers=242), Tile(64, 64, 4, registers=233)),
+                64: (
+                    Tile(32, 128, 8, registers=248),
+                    Tile(64, 64, 8, registers=250),
+                    Tile(64, 64, 4, registers=255, stack_bytes=8),
+                    Tile(32, 64, 4, registers=242),
+                ),
+                128: (
+                    Tile(32, 64, 8, registers=227),
+                    Tile(32, 64, 4, registers=255, stack_bytes=136),
+                    Tile(16, 64, 4, registers=255, stack_bytes=40),
+                ),
+                256: (Tile(16, 32, 4, registers=255, stack_bytes=288), Tile(16, 16, 4, registers=231)),
+            },
+            ("dq", _HALF): {
+                32: (Tile(128, 64, 4, registers=247), Tile(64, 64, 4, registers=140)),
+                64: (Tile(128, 64, 8, registers=178), Tile(64, 64, 4, registers=184), Tile(64, 32, 4, registers=160)),
+                128: (
+                    Tile(64, 64, 4, registers=255, stack_bytes=344),
+                    Tile(64, 32, 8, registers=255, stack_bytes=24),
+                    Tile(32, 32, 4, registers=220),
+                ),
+                256: (Tile(32, 32, 8, registers=255, stack_bytes=16), Tile(16, 16, 4, registers=255, stack_bytes=64)),
+            },
+            **_FLOAT_TILES,
         },
-        ("dkdv", _HALF): {
-            32: (Tile(32, 128, 4, registers=242), Tile(64, 64, 4, registers=233)),
-            64: (
-                Tile(32, 128, 8, registers=248),
-                Tile(64, 64, 8, registers=250),
-                Tile(64, 64, 4, registers=255, stack_bytes=8),
-                Tile(32, 64, 4, registers=242),
-            ),
-            128: (
-                Tile(32, 64, 8, registers=227),
-                Tile(32, 64, 4, registers=255, stack_bytes=136),
-                Tile(16, 64, 4, registers=255, stack_bytes=40),
-            ),
-            256: (Tile(16, 32, 4, registers=255, stack_bytes=288), Tile(16, 16, 4, registers=231)),
+        "sm_80": {
+            ("forward", _HALF): {
+                32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+                64: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
+                128: (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
+                256: (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)),
+            },
+            ("dkdv", _HALF): {
+                32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+                64: (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+                128: (Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
+                256: (Tile(32, 32, 8, 1), Tile(16, 64, 8, 2), Tile(16, 32, 4, 2)),
+            },
+            ("dq", _HALF): {
+                32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+                64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+                128: (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+                256: (Tile(32, 32, 8, 2), Tile(64, 32, 8, 2)),
+            },
+            **_FLOAT_TILES,
         },
-        ("dq", _HALF): {
-            32: (Tile(128, 64, 4, registers=247), Tile(64, 64, 4, registers=140)),
-            64: (Tile(128, 64, 8, registers=178), Tile(64, 64, 4, registers=184), Tile(64, 32, 4, registers=160)),
-            128: (
-                Tile(64, 64, 4, registers=255, stack_bytes=344),
-                Tile(64, 32, 8, registers=255, stack_bytes=24),
-                Tile(32, 32, 4, registers=220),
-            ),
-            256: (Tile(32, 32, 8, registers=255, stack_bytes=16), Tile(16, 16, 4, registers=255, stack_bytes=64)),
+        "sm_86": {
+            ("forward", _HALF): {
+                32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+                64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
+                128: (Tile(128, 32, 4, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+                256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+            },
+            ("dkdv", _HALF): {
+                32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+                64: (Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+                128: (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
+                256: (Tile(32, 32, 8, 1), Tile(16, 32, 4, 2)),
+            },
+            ("dq", _HALF): {
+                32: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+                64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+                128: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
+                256: (Tile(32, 32, 8, 2), Tile(32, 16, 4, 2)),
+            },
+            **_FLOAT_TILES,
         },
-        **_FLOAT_TILES,
-    },
-    "sm_80": {
-        ("forward", _HALF): {
-            32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-            64: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
-            128: (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
-            256: (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)),
+        "sm_90": {
+            ("forward", _HALF): {
+                32: (Tile(128, 128, 4, 2), Tile(64, 64, 4, 3)),
+                64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 4, 3)),
+                128: (Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+                256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+            },
+            ("dkdv", _HALF): {
+                32: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+                64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 3), Tile(32, 128, 4, 3), Tile(32, 64, 4, 3)),
+                128: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 3), Tile(32, 128, 8, 3), Tile(32, 64, 4, 2)),
+                256: (Tile(32, 64, 8, 2), Tile(32, 64, 4, 1), Tile(16, 64, 4, 1)),
+            },
+            ("dq", _HALF): {
+                32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+                64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 4, 3)),
+                128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
+                256: (Tile(64, 64, 8, 1), Tile(64, 32, 4, 2)),
+            },
+            **_FLOAT_TILES,
         },
-        ("dkdv", _HALF): {
-            32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
-            64: (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
-            128: (Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
-            256: (Tile(32, 32, 8, 1), Tile(16, 64, 8, 2), Tile(16, 32, 4, 2)),
-        },
-        ("dq", _HALF): {
-            32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-            64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-            128: (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
-            256: (Tile(32, 32, 8, 2), Tile(64, 32, 8, 2)),
-        },
-        **_FLOAT_TILES,
-    },
-    "sm_86": {
-        ("forward", _HALF): {
-            32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-            64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
-            128: (Tile(128, 32, 4, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-            256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
-        },
-        ("dkdv", _HALF): {
-            32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
-            64: (Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
-            128: (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
-            256: (Tile(32, 32, 8, 1), Tile(16, 32, 4, 2)),
-        },
-        ("dq", _HALF): {
-            32: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-            64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-            128: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
-            256: (Tile(32, 32, 8, 2), Tile(32, 16, 4, 2)),
-        },
-        **_FLOAT_TILES,
-    },
-    "sm_90": {
-        ("forward", _HALF): {
-            32: (Tile(128, 128, 4, 2), Tile(64, 64, 4, 3)),
-            64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 4, 3), Tile(128, 128, 4, 3)),
-            128: (Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
-            256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-        },
-        ("dkdv", _HALF): {
-            32: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-            64: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 3), Tile(32, 128, 4, 3), Tile(32, 64, 4, 3)),
-            128: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 3), Tile(32, 128, 8, 3), Tile(32, 64, 4, 2)),
-            256: (Tile(32, 64, 8, 2), Tile(32, 64, 4, 1), Tile(16, 64, 4, 1)),
-        },
-        ("dq", _HALF): {
-            32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-            64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 4, 3)),
-            128: (Tile(128, 128, 8, 2), Tile(128, 64, 8, 3), Tile(64, 64, 4, 2)),
-            256: (Tile(64, 64, 8, 1), Tile(64, 32, 4, 2)),
-        },
-        **_FLOAT_TILES,
-    },
-}
+    }
+)
 
 
 def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability: int) -> int:

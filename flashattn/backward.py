@@ -280,7 +280,7 @@ def dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, *, causal: bool, scale: fl
         ),
         constants=tile_constants(tile, head_dim, unit, causal)
         | {"WITH_DK": dk is not None, "WITH_DV": dv is not None, "RELOAD": tile.reload},
-        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        options=tile.options,
     )
 
 
@@ -298,7 +298,7 @@ def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, t
             *strides,
         ),
         constants=tile_constants(tile, head_dim, unit, causal),
-        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        options=tile.options,
     )
 
 

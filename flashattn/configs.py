@@ -36,6 +36,11 @@ class Tile:
     registers: int = 255
     stack_bytes: int = 0
 
+    @property
+    def options(self) -> dict[str, int]:
+        """What a launch with this tile tells the compiler."""
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+
 
 def padded_head_dim(head_dim: int) -> int:
     """The power of two, 16 at least, that a kernel's tiles have for a head dim."""

@@ -102,7 +102,7 @@ def forward_launch(q, k, v, o, lse_log2, *, causal: bool, scale: float, tile: Ti
             *strides,
         ),
         constants=tile_constants(tile, head_dim, unit, causal),
-        options={"num_warps": tile.num_warps, "num_stages": tile.num_stages},
+        options=tile.options,
     )
 
 

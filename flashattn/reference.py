@@ -25,7 +25,7 @@ def dense_attention(q, k, v, *, causal: bool = False, scale: float | None = None
     """
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    group = q.shape[1] // max(k.shape[1], 1)
+    _, group = _head_groups(q, k)
     k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
     s = scale * (q @ k.transpose(-2, -1))  # [B, H, M, N]
     rows = torch.arange(q.shape[2], device=q.device)[:, None]

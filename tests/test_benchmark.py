@@ -2,14 +2,13 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pandas as pd
 import pytest
 import torch
-from children import environment
+from children import ROOT, environment
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.insert(0, str(ROOT / "scripts"))
 
 import benchmark
 import benchmark_report
@@ -18,7 +17,6 @@ import readme_tables
 from flashattn import measure
 from flashattn.reference import dense_attention
 
-ROOT = Path(__file__).resolve().parents[1]
 CPU = torch.device("cpu")
 CASE = benchmark.Case(batch=1, heads=3, seqlen=40, head_dim=16, causal=True, dtype="float32")
 

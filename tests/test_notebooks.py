@@ -4,13 +4,11 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 import torch
-from children import environment
+from children import ROOT, environment
 
-ROOT = Path(__file__).resolve().parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 missing = [name for name in ("nbformat", "papermill", "ipykernel") if find_spec(name) is None]
 

@@ -1,5 +1,6 @@
 """The operators, as torch.compile sees them, and the autograd function around them."""
 
+import functools
 import warnings
 from contextlib import nullcontext
 
@@ -8,6 +9,15 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from . import configs, reference
+
+
+@functools.cache  # once a process, whatever the warning filters
+def _warn_bf16() -> None:
+    warnings.warn(
+        "flashattn: this GPU has no bf16 tensor cores, so bf16 inputs are computed in fp16: values beyond 65504 "
+        "saturate (see docs/numerics.md). Inputs in torch.float16 save the conversions.",
+        stacklevel=2,
+    )
 
 
 def _lacks_bf16(device: torch.device) -> bool:
@@ -25,11 +35,7 @@ def _forward_kernels(q, k, v, *, causal, scale):
     from .forward import forward
 
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
-        warnings.warn(
-            "flashattn: this GPU has no bf16 tensor cores, so bf16 inputs are computed in fp16: values beyond "
-            "65504 saturate (see docs/numerics.md). Inputs in torch.float16 save the conversions.",
-            stacklevel=2,
-        )
+        _warn_bf16()
         o, lse_log2 = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale)
         return o.to(q.dtype), lse_log2
     tile = configs.choose("forward", q, q.shape[2], causal)

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .codegen import Launch, pack_strides
-from .configs import Tile, padded_head_dim, tile_constants
+from .configs import FUSED, Tile, padded_head_dim, tile_constants
 from .primitives import LOG2E, key_range, load_tile, query_range, score_mask, sequence_span, store_tile
 
 DELTA_ROWS = 64
@@ -260,7 +260,7 @@ def delta_launch(o, do, dlse_log2, delta) -> Launch:
             "STRIDE_UNIT": unit,
             "HAS_DLSE": dlse_log2 is not None,
         },
-        options={"num_warps": 4, "num_stages": 1},
+        options={"num_warps": 4, "num_stages": 1} | FUSED,
     )
 
 

@@ -1,13 +1,24 @@
-"""A kernel launch as data: run it, or compile it for any NVIDIA architecture with no GPU at hand."""
+"""A kernel launch as data: run it, or compile it for any NVIDIA architecture with no GPU at hand, and look at the code.
 
-import os
+python -m flashattn.codegen --arch sm_75 forward head_dim=128 causal=True
+python -m flashattn.codegen --arch sm_75 mine.py:matmul "*fp16, *fp16, *fp32, i32, i32" BLOCK=64 num_warps=8
+"""
+
+import argparse
+import dataclasses
+import functools
+import importlib
+import importlib.util
 import re
-import subprocess
-import tempfile
+import sys
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+
+from . import sass, turing
 
 # Row strides are handed over in units of 8 elements where all of them allow it: the compiler then knows that
 # every row is 16-byte aligned, for head dims like 40 or 72 too, and no stride's value enters the cache key.
@@ -34,92 +45,225 @@ class Launch(NamedTuple):
     options: dict[str, int]
 
     def run(self) -> None:
-        """Launch on the device and the current stream of the first tensor; an empty grid launches nothing."""
+        """Launch on the device and the current stream of the first tensor; an empty grid launches nothing.
+
+        On Turing the kernel runs on the tensor cores under every Triton that turing.py knows.
+        """
         if self.grid == 0:
             return
         device = self.args[0].device
-        if device.type == "cuda" and device.index != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self.run()
-        self.kernel[(self.grid,)](*self.args, **self.constants, **self.options)
+        options = self.options
+        if device.type == "cuda":
+            if device.index != torch.cuda.current_device():
+                with torch.cuda.device(device):
+                    return self.run()
+            options = options | turing.launch_options(device.index)
+        self.kernel[(self.grid,)](*self.args, **self.constants, **options)
 
 
-class Compiled(NamedTuple):
-    """What the compiler made of a launch: registers a thread, bytes of stack (spills) a thread and of shared memory."""
+# Compiling -----------------------------------------------------------------------------------------------------------
 
-    ptx: str
-    cubin: bytes
+
+class _Driver:
+    """Stands for a GPU that is not there, as far as compiling asks for one."""
+
+    def __init__(self, capability: int):
+        self._capability = capability
+
+    def get_current_device(self) -> str:
+        return f"sm_{self._capability}"  # the key of a kernel's cache in memory
+
+    def get_current_stream(self, device) -> int:
+        return 0
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self._capability, 32)
+
+
+@contextmanager
+def target(capability: int):
+    """Have Triton compile for a compute capability: for a kernel's warmup(), not for launches."""
+    from triton.runtime import driver
+
+    before = dict(vars(driver))
+    driver.set_active(_Driver(capability))
+    try:
+        yield
+    finally:
+        vars(driver).update(before)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """What the compiler made of a kernel, and what can be read from it; print it for a report.
+
+    registers and stack_bytes (spills) are a thread's, shared_bytes a program's.
+    """
+
+    name: str
+    capability: int
+    triton: str
+    num_warps: int
+    ptx: str = dataclasses.field(repr=False)
+    cubin: bytes = dataclasses.field(repr=False)
     registers: int
     stack_bytes: int
     shared_bytes: int
 
+    @functools.cached_property
+    def mma(self) -> dict[str, int]:
+        """Tensor-core instructions in the PTX by shape and types, as {"m16n8k8.f32.f16.f16.f32": 512}."""
+        found = re.findall(
+            r"(?:mma\.sync\.aligned|wgmma\.mma_async\.sync\.aligned)\.(m\d+n\d+k\d+)((?:\.[a-z]\w*)+)|(tcgen05\.mma)\b",
+            self.ptx,
+        )
+        return dict(Counter(shape + types.replace(".row.col", "") + other for shape, types, other in found))
 
+    def count(self, instruction: str) -> int:
+        """How often an instruction that starts so is in the PTX: "fma.rn.f32", "ldmatrix", "cp.async"."""
+        return len(re.findall(rf"(?<![\w.]){re.escape(instruction)}\b", self.ptx))
+
+    @property
+    def blocks_per_sm(self) -> int:
+        """Programs that fit one multiprocessor."""
+        return sass.blocks_per_sm(self.capability, self.num_warps, self.registers, self.shared_bytes)
+
+    @functools.cached_property
+    def pipe_mix(self) -> dict[str, int]:
+        """Instructions of the hottest loop by pipe; see sass.py. Empty where there is no loop."""
+        return sass.pipe_mix(sass.hottest_loop(sass.parse(sass.listing(self.cubin))))
+
+    def __str__(self) -> str:
+        mma = ", ".join(f"{count} {shape}" for shape, count in self.mma.items()) or "none"
+        others = ", ".join(f"{self.count(name)} {name}" for name in ("fma.rn.f32", "ldmatrix", "cp.async"))
+        total = sum(self.pipe_mix.values())
+        mix = ", ".join(f"{pipe} {count}" for pipe, count in self.pipe_mix.items())
+        lines = {
+            "kernel": f"{self.name} for sm_{self.capability}, Triton {self.triton}",
+            "tensor cores": mma,
+            "other PTX": others,
+            "registers": f"{self.registers} a thread, {self.stack_bytes} bytes spilled to its stack",
+            "shared memory": f"{self.shared_bytes} bytes a program of {self.num_warps} warps",
+            "fit an SM": f"{self.blocks_per_sm} programs, {self.blocks_per_sm * self.num_warps} warps",
+            "hottest loop": f"{total} instructions: {mix}" if total else "none",
+        }
+        return "\n".join(f"{title:14} {text}" for title, text in lines.items())
+
+
+def compile_for(launch: Launch, capability: int, restored: bool = True) -> Compiled:
+    """Compile a launch for a compute capability such as 75; tensors may be on the meta device, or just a torch.dtype.
+
+    restored: whether dots get Turing's tensor cores under a Triton that lost them (turing.py). Raises what Triton
+    raises where it cannot compile the kernel.
+    """
+    options = launch.options | turing.compile_options(capability, restored)
+    with target(capability):
+        kernel = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants, **options)
+    cubin = kernel.asm["cubin"]
+    registers, stack_bytes = sass.resource_usage(cubin)
+    return Compiled(
+        kernel.metadata.name,
+        capability,
+        turing.triton_version(),
+        kernel.metadata.num_warps,
+        kernel.asm["ptx"],
+        cubin,
+        registers,
+        stack_bytes,
+        kernel.metadata.shared,
+    )
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+_SHIPPED = {name: f"flashattn.launches:{name}" for name in ("forward", "dkdv", "dq")}
 _POINTERS = {
-    torch.float16: "*fp16",
-    torch.bfloat16: "*bf16",
-    torch.float32: "*fp32",
+    "*fp16": torch.float16,
+    "*bf16": torch.bfloat16,
+    "*fp32": torch.float32,
+    "*fp64": torch.float64,
+    "*i8": torch.int8,
+    "*i16": torch.int16,
+    "*i32": torch.int32,
+    "*i64": torch.int64,
 }
+_SCALARS = {"i32": 3, "i32:16": 16, "i64": 2**33 + 1, "i64:16": 2**33, "fp32": 0.5}  # a value of each kind
+_LITERALS = {"True": True, "False": False, "None": None}
 
 
-def _signature(launch: Launch) -> tuple[dict[str, str], dict[str, Any], list[int]]:
-    """Types, constants and 16-divisible positions of the arguments, as Triton's own launcher would find them."""
-    types, constants, divisible = {}, dict(launch.constants), []
-    for param, value in zip(launch.kernel.params, launch.args, strict=False):
-        if isinstance(value, torch.Tensor):
-            types[param.name] = _POINTERS[value.dtype]
-            divisible.append(param.num)
-        elif isinstance(value, float):
-            types[param.name] = "fp32"
-        elif value == 1 and not param.do_not_specialize:
-            constants[param.name] = 1
-        else:
-            types[param.name] = "i32" if -(2**31) <= value < 2**31 else "i64"
-            if value % 16 == 0 and not param.do_not_specialize:
-                divisible.append(param.num)
-    return types, constants, divisible
+def _value(text: str) -> Any:
+    """A number, True, False, None or a type of the signature; else the text itself."""
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            pass
+    return (_POINTERS | _SCALARS | _LITERALS).get(text, text)
 
 
-def _source(launch: Launch):
-    from triton.compiler import ASTSource
+def _load(spec: str) -> Any:
+    """The object that FILE.py:NAME or MODULE:NAME names."""
+    source, _, name = _SHIPPED.get(spec, spec).rpartition(":")
+    if not source.endswith(".py"):
+        return getattr(importlib.import_module(source), name)
+    module_spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    module = importlib.util.module_from_spec(module_spec)
+    sys.modules[module_spec.name] = module  # Triton finds a kernel's globals by its module
+    module_spec.loader.exec_module(module)
+    return getattr(module, name)
 
-    types, constants, divisible = _signature(launch)
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m flashattn.codegen",
+        description="Compile a Triton kernel for an NVIDIA architecture, with no GPU, and show what became of it.",
+        epilog="KERNEL is one of the library's (forward, dkdv, dq; VALUES are then head_dim, causal, dtype, "
+        "block_m, block_n, num_warps, num_stages), or FILE.py:NAME or MODULE:NAME with the types of its arguments, as "
+        '"*fp16, *fp32, i32, i32:16, fp32, 1": pointers, numbers (:16 divisible by 16), and values as they are.',
+    )
+    parser.add_argument("--arch", default="sm_75", help="sm_75 (the default), sm_80, sm_86, sm_89, sm_90, ...")
+    parser.add_argument("--stock", action="store_true", help="on sm_75: as Triton does it, tensor cores or not")
+    parser.add_argument("--save", type=Path, metavar="FOLDER", help="write PTX, cubin and SASS there")
+    parser.add_argument("kernel", metavar="KERNEL")
+    parser.add_argument("signature", nargs="?", help="of FILE.py:NAME: the types of its arguments but the constants")
+    parser.add_argument("values", nargs="*", metavar="NAME=VALUE", help="constants and compiler options")
+    return parser
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = _parser()
+    options = parser.parse_intermixed_args(arguments)
+    capability = re.fullmatch(r"sm_?(\d+)a?", options.arch)
+    if not capability or int(capability[1]) not in sass.MULTIPROCESSORS:
+        known = ", ".join(f"sm_{number}" for number in sass.MULTIPROCESSORS)
+        parser.error(f"--arch: got {options.arch}, accepted are {known}")
+    if options.signature and "=" in options.signature:
+        options.values.insert(0, options.signature)
+        options.signature = None
+    if wrong := [text for text in options.values if "=" not in text]:
+        parser.error(f"{wrong[0]}: a value is given as NAME=VALUE")
+    values = {name: _value(text) for name, _, text in (text.partition("=") for text in options.values)}
     try:
-        from triton.backends.compiler import AttrsDescriptor  # Triton 3.2
-    except ImportError:
-        order = [p.name for p in launch.kernel.params]
-        types = {name: types.get(name, "constexpr") for name in order}
-        attrs = {(i,): [["tt.divisibility", 16]] for i in divisible}
+        found = _load(options.kernel)
+    except (ImportError, AttributeError, OSError, ValueError) as error:
+        parser.error(f"{options.kernel}: {error}")
+    if hasattr(found, "warmup"):
+        args = [_value(text.strip()) for text in (options.signature or "").split(",") if text.strip()]
+        if wrong := [x for x in args if isinstance(x, str)]:
+            parser.error(f"{wrong[0]}: accepted are {', '.join(_POINTERS | _SCALARS)} and values")
+        launch = Launch(found, 1, tuple(args), values, {})
     else:
-        ones = [p.num for p in launch.kernel.params if p.name in constants and not p.is_constexpr]
-        properties = {"tt.divisibility": divisible, "tt.equal_to": ones}
-        attrs = AttrsDescriptor.from_dict({"arg_properties": properties, "cls": "AttrsDescriptor"})
-    return ASTSource(launch.kernel, types, constants, attrs)
+        launch = found(capability=int(capability[1]), **values)
+    compiled = compile_for(launch, int(capability[1]), restored=not options.stock)
+    print(compiled)
+    if options.save:
+        options.save.mkdir(parents=True, exist_ok=True)
+        (options.save / f"{compiled.name}.ptx").write_text(compiled.ptx)
+        (options.save / f"{compiled.name}.cubin").write_bytes(compiled.cubin)
+        (options.save / f"{compiled.name}.sass").write_text(sass.listing(compiled.cubin))
 
 
-def compile_for(launch: Launch, capability: int) -> Compiled:
-    """Compile a launch for compute capability 75, 80, 86, 89 or 90. Its tensors may be on the meta device."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-
-    target = GPUTarget("cuda", capability, 32)
-    kernel = triton.compile(_source(launch), target=target, options=launch.options)
-    registers, stack_bytes = _resource_usage(kernel.asm["cubin"])
-    return Compiled(kernel.asm["ptx"], kernel.asm["cubin"], registers, stack_bytes, kernel.metadata.shared)
-
-
-def _resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes a thread, by the cuobjdump in Triton's wheel."""
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
-        file.write(cubin)
-    try:
-        command = [tool, "--dump-resource-usage", file.name]
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    finally:
-        os.unlink(file.name)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
-    if not found:
-        raise RuntimeError(f"cuobjdump told no resource usage: {text!r}")
-    return int(found[1]), int(found[2])
+if __name__ == "__main__":
+    main()

@@ -17,7 +17,12 @@ from types import MappingProxyType
 
 import torch
 
+from . import turing
+
 PASSES = ("forward", "dkdv", "dq")
+
+
+FUSED = {"enable_fp_fusion": True}  # products and sums in one FFMA: said, since Triton 3.10 is to change the default
 
 
 @dataclass(frozen=True)
@@ -25,7 +30,8 @@ class Tile:
     """Rows of a query block and of a key block, warps a program, and stages of the load pipeline.
 
     reload (dK/dV only) loads K and V anew for each query block, where shared memory cannot hold both.
-    registers and stack_bytes a thread are what ptxas may use for it on sm_75 (tests hold it to them).
+    registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
+    3.6.0 and 3.9.0; tests hold it to them.
     """
 
     block_m: int
@@ -39,7 +45,7 @@ class Tile:
     @property
     def options(self) -> dict[str, int]:
         """What a launch with this tile tells the compiler."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | FUSED
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -72,25 +78,25 @@ def _frozen(table: Mapping) -> Mapping:
 # float32 runs on the FMA units of every architecture; so do 16-bit elements where the tensor cores are missing.
 _FLOAT_TILES: Table = {
     ("forward", _FLOAT): {
-        32: (Tile(64, 32, 4, registers=122), Tile(32, 32, 4, registers=96, stack_bytes=8)),
+        32: (Tile(64, 32, 4, registers=122), Tile(32, 32, 4, registers=106, stack_bytes=8)),
         64: (
-            Tile(64, 32, 4, registers=168, stack_bytes=8),
-            Tile(64, 64, 8, registers=128, stack_bytes=16),
+            Tile(64, 32, 8, registers=128),
+            Tile(64, 64, 8, registers=255, stack_bytes=48),
             Tile(32, 32, 4, registers=128),
         ),
         128: (
-            Tile(64, 32, 8, registers=128, stack_bytes=32),
-            Tile(32, 32, 4, registers=168, stack_bytes=32),
+            Tile(32, 32, 8, registers=255),
+            Tile(32, 16, 8, registers=80),
             Tile(32, 16, 4, registers=142),
             Tile(16, 16, 4, registers=107),
         ),
         256: (Tile(32, 16, 4, registers=255), Tile(16, 16, 4, registers=188, stack_bytes=16)),
     },
     ("dkdv", _FLOAT): {
-        32: (Tile(32, 32, 4, registers=142),),
+        32: (Tile(32, 32, 4, registers=168, stack_bytes=8),),
         64: (
-            Tile(32, 32, 4, registers=168, stack_bytes=16),
-            Tile(32, 32, 8, registers=118, stack_bytes=16),
+            Tile(32, 32, 8, registers=128, stack_bytes=16),
+            Tile(16, 32, 8, registers=90),
             Tile(16, 32, 4, registers=144, stack_bytes=16),
         ),
         128: (
@@ -98,7 +104,7 @@ _FLOAT_TILES: Table = {
             Tile(16, 16, 8, registers=114),
             Tile(16, 16, 4, registers=168, stack_bytes=16),
         ),
-        256: (Tile(16, 16, 8, reload=True, registers=186),),
+        256: (Tile(16, 16, 8, reload=True, registers=255, stack_bytes=24),),
     },
     ("dq", _FLOAT): {
         32: (Tile(32, 32, 4, registers=240),),
@@ -120,17 +126,17 @@ TILES: Mapping[str, Table] = _frozen(
     {
         "sm_75": {
             ("forward", _HALF): {
-                32: (Tile(128, 64, 4, registers=184), Tile(128, 32, 4, registers=155), Tile(64, 64, 4, registers=132)),
+                32: (Tile(128, 64, 4, registers=192), Tile(128, 32, 4, registers=166), Tile(64, 64, 4, registers=146)),
                 64: (
                     Tile(128, 64, 4, registers=255, stack_bytes=8),
-                    Tile(256, 64, 8, registers=248),
-                    Tile(128, 32, 4, registers=212),
-                    Tile(64, 64, 4, registers=168, stack_bytes=16),
-                    Tile(64, 32, 4, registers=132),
+                    Tile(256, 64, 8, registers=255, stack_bytes=32),
+                    Tile(128, 32, 4, registers=235),
+                    Tile(64, 64, 4, registers=222, stack_bytes=16),
+                    Tile(64, 32, 4, registers=141),
                 ),
                 128: (
-                    Tile(128, 64, 8, registers=246),
-                    Tile(128, 32, 8, registers=199),
+                    Tile(128, 64, 8, registers=255),
+                    Tile(128, 32, 8, registers=229),
                     Tile(64, 64, 8, registers=209),
                     Tile(64, 32, 4, registers=239),
                 ),
@@ -141,29 +147,35 @@ TILES: Mapping[str, Table] = _frozen(
                 ),
             },
             ("dkdv", _HALF): {
-                32: (Tile(32, 128, 4, registers=242), Tile(64, 64, 4, registers=233)),
+                32: (Tile(32, 128, 4, registers=255, stack_bytes=8), Tile(32, 64, 4, registers=226, stack_bytes=16)),
                 64: (
                     Tile(32, 128, 8, registers=248),
-                    Tile(64, 64, 8, registers=250),
-                    Tile(64, 64, 4, registers=255, stack_bytes=8),
-                    Tile(32, 64, 4, registers=242),
+                    Tile(32, 64, 8, registers=246),
+                    Tile(32, 64, 4, registers=255, stack_bytes=8),
+                    Tile(16, 64, 4, registers=206),
                 ),
                 128: (
                     Tile(32, 64, 8, registers=227),
-                    Tile(32, 64, 4, registers=255, stack_bytes=136),
+                    Tile(16, 64, 8, registers=198),
                     Tile(16, 64, 4, registers=255, stack_bytes=40),
+                    Tile(32, 32, 4, registers=228),
                 ),
-                256: (Tile(16, 32, 4, registers=255, stack_bytes=288), Tile(16, 16, 4, registers=231)),
+                256: (Tile(16, 32, 8, registers=236), Tile(16, 16, 4, registers=231)),
             },
             ("dq", _HALF): {
-                32: (Tile(128, 64, 4, registers=247), Tile(64, 64, 4, registers=140)),
-                64: (Tile(128, 64, 8, registers=178), Tile(64, 64, 4, registers=184), Tile(64, 32, 4, registers=160)),
+                32: (Tile(128, 64, 4, registers=255, stack_bytes=8), Tile(64, 64, 4, registers=162)),
+                64: (Tile(128, 64, 8, registers=230), Tile(64, 64, 4, registers=238), Tile(64, 32, 4, registers=168)),
                 128: (
-                    Tile(64, 64, 4, registers=255, stack_bytes=344),
                     Tile(64, 32, 8, registers=255, stack_bytes=24),
+                    Tile(64, 64, 8, registers=255, stack_bytes=48),
+                    Tile(32, 64, 4, registers=245),
                     Tile(32, 32, 4, registers=220),
                 ),
-                256: (Tile(32, 32, 8, registers=255, stack_bytes=16), Tile(16, 16, 4, registers=255, stack_bytes=64)),
+                256: (
+                    Tile(32, 32, 8, registers=255, stack_bytes=16),
+                    Tile(32, 16, 8, registers=255, stack_bytes=16),
+                    Tile(16, 16, 4, registers=255, stack_bytes=64),
+                ),
             },
             **_FLOAT_TILES,
         },
@@ -246,8 +258,9 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
 
     and m*n [P or dS] more where the output's tile is wider than tall, d > m (d > n for dkdv): its warps are then
     laid out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses.
-    Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round,
-    and 8*m*b bytes for lse and delta; forward 8*m bytes, in float32 or on sm_90, for maxima and sums.
+    Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
+    from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta; forward 8*m
+    bytes, in float32 or on sm_90, for maxima and sums.
     """
     m, n, d = tile.block_m, tile.block_n, padded_head_dim(head_dim)
     pipelined = capability >= 80 and tile.num_stages > 1
@@ -260,7 +273,7 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     if pass_ == "dq":
         streamed = 2 * buffers * other
         return (2 * own + (streamed + crossing if pipelined else other + max(other, crossing))) * itemsize
-    kept = max(own, crossing) if tile.reload else 2 * own + crossing + m * n
+    kept = max(own, crossing) if tile.reload else 2 * own + max(crossing + m * n, other)
     return (kept + 2 * buffers * other) * itemsize + 8 * m * buffers
 
 
@@ -283,22 +296,11 @@ class Device:
 
     @property
     def code_path(self) -> str:
-        """How dots of 16-bit elements compile: "tensor" cores, or "scalar" (sm_75 under Triton from 3.3 on)."""
-        return "scalar" if self.capability < 80 and _triton_release() >= (3, 3) else "tensor"
+        """How dots of 16-bit elements compile: "stock" or "restored" on tensor cores, or "scalar" (turing.py)."""
+        return turing.code_path(self.capability)
 
 
 INTERPRETER = Device("interpreter", 75, 65536)  # a laptop runs the T4's tiles
-
-
-@functools.cache
-def _triton_version() -> str:
-    import triton  # asked itself: its distribution has other names on Windows and in nightly builds
-
-    return triton.__version__
-
-
-def _triton_release() -> tuple[int, ...]:
-    return tuple(int(part) for part in _triton_version().split(".")[:2])
 
 
 @functools.cache
@@ -309,12 +311,8 @@ def device_of(device: torch.device) -> Device:
     properties = torch.cuda.get_device_properties(device)
     capability = 10 * properties.major + properties.minor
     found = Device(properties.name, capability, properties.shared_memory_per_block_optin)
-    if found.code_path == "scalar":
-        warnings.warn(
-            f"flashattn: Triton {_triton_version()} does not use the tensor cores of {found.name}: 16-bit attention "
-            "runs some 17 times slower than with Triton 3.2.0 (torch 2.6)",
-            stacklevel=2,
-        )
+    if capability == 75 and found.code_path == "scalar":
+        turing.warn_scalar(found.name)
     return found
 
 
@@ -326,11 +324,6 @@ def length_bucket(length: int) -> int:
 def candidates(pass_: str, device: Device, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
     """The shipped tiles of a pass that fit the device's shared memory, in the table's order."""
     scalar = dtype.itemsize == _HALF and device is not INTERPRETER and device.code_path == "scalar"
-    if scalar and _triton_release() == (3, 3):
-        raise NotImplementedError(
-            f"backend='triton': Triton {_triton_version()} does not compile {dtype} attention for {device.name}; "
-            "use Triton 3.2.0 (torch 2.6), or backend='reference'"
-        )
     itemsize = _FLOAT if scalar else dtype.itemsize  # without tensor cores 16-bit tiles are laid out as fp32 ones
     table = TILES[device.architecture][pass_, itemsize][max(32, padded_head_dim(head_dim))]
     return tuple(
@@ -376,7 +369,7 @@ def cache_dir() -> Path:
 def tuned_file(device: Device) -> Path:
     """One file for each GPU, Triton release and code path."""
     gpu = re.sub(r"[^A-Za-z0-9]+", "_", device.name).strip("_")
-    return cache_dir() / f"{gpu}_triton{_triton_version()}_{device.code_path}.json"
+    return cache_dir() / f"{gpu}_triton{turing.triton_version()}_{device.code_path}.json"
 
 
 def tuned_key(pass_: str, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> str:

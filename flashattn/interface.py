@@ -46,8 +46,9 @@ def attention(
             A row that sees no key has output 0, lse -inf and gradient 0.
         scale: factor of the scores, head_dim**-0.5 if None.
         return_lse: also return the natural logarithm of each row's sum of exp(scale * q k^T).
-        backend: "triton" (CUDA tensors, or CPU tensors under TRITON_INTERPRET=1, but for bfloat16), "reference"
-            (the same algorithm in PyTorch, any device), or "auto": Triton where it can, else the reference.
+        backend: "triton" (CUDA tensors on Turing or later, or CPU tensors under TRITON_INTERPRET=1, but for
+            bfloat16), "reference" (the same algorithm in PyTorch, any device), or "auto": Triton where it can, else
+            the reference.
 
     Returns:
         The output, shaped, typed and laid out as q; with return_lse also lse (batch, heads, seqlen_q) in float32.
@@ -105,6 +106,8 @@ def _refusal(q: torch.Tensor) -> str | None:
             "takes CUDA tensors, or CPU tensors where TRITON_INTERPRET=1 was set before flashattn was imported; "
             f"got q on {q.device}"
         )
+    if q.device.type == "cuda" and torch.cuda.get_device_capability(q.device) < (7, 5):
+        return f"needs a GPU of Turing (sm_75) or later, got {torch.cuda.get_device_name(q.device)}"
     return None
 
 

@@ -34,6 +34,9 @@ SMALL = {
     },
 }
 
+# Run only where named: it downloads gigabytes.
+ON_REQUEST = {"03_triton_versions"}
+
 
 class Lines(logging.Formatter):
     """What a cell prints comes with its own line end."""
@@ -103,9 +106,11 @@ def execute(notebook: Path, parameters: dict[str, object], output: Path) -> tupl
 
 
 def main(argv: list[str] | None = None) -> int:
-    known = sorted((ROOT / "notebooks").glob("*.ipynb"))
+    by_name = {notebook.stem: notebook for notebook in sorted((ROOT / "notebooks").glob("*.ipynb"))}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("names", nargs="*", help=f"of {', '.join(n.stem for n in known)}, or paths; default: all")
+    parser.add_argument(
+        "names", nargs="*", help=f"of {', '.join(by_name)}, or paths; default: all but {', '.join(ON_REQUEST)}"
+    )
     parser.add_argument(
         "-p",
         nargs=2,
@@ -118,8 +123,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--full", action="store_true", help="no small parameters, even without a GPU")
     args = parser.parse_args(argv)
 
-    by_name = {notebook.stem: notebook for notebook in known}
-    notebooks = [by_name.get(name, Path(name)).resolve() for name in args.names] or known
+    names = args.names or [name for name in by_name if name not in ON_REQUEST]
+    notebooks = [by_name.get(name, Path(name)).resolve() for name in names]
     missing = [str(notebook) for notebook in notebooks if not notebook.is_file()]
     if missing:
         parser.error(f"names: got {', '.join(missing)}, accepted are {', '.join(by_name)} or paths of notebooks")
@@ -148,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
         lines.append((notebook.stem, "passed" if passed else "FAILED", f"{perf_counter() - start:.0f} s", note))
     print()
     for name, verdict, seconds, note in lines:
-        print(f"{name:16}{verdict:8}{seconds:>7}  {note}")
+        print(f"{name:20}{verdict:8}{seconds:>7}  {note}")
     return int(any(line[1] == "FAILED" for line in lines))
 
 

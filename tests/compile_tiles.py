@@ -1,9 +1,9 @@
 """Compile shipped tiles for an architecture that need not be at hand; a line of JSON for each.
 
-    compile_tiles.py CAPABILITY PASS DTYPE HEAD_DIM...
+    compile_tiles.py CAPABILITY WHICH PASS DTYPE HEAD_DIM...
 
-For sm_75 every tile, elsewhere the default; in float32, which compiles slowly, with the causal mask only.
-A process of its own, since the test suite's may run Triton's interpreter, in which nothing compiles.
+WHICH: "all" tiles, or the "default" of each head dim. In float32, which compiles slowly, with the causal mask only.
+A process of its own: the test suite's may run Triton's interpreter, in which nothing compiles, or another Triton.
 """
 
 import json
@@ -13,35 +13,29 @@ from dataclasses import asdict
 import torch
 
 from flashattn import configs
-from flashattn.backward import dkdv_launch, dq_launch
 from flashattn.codegen import compile_for
-from flashattn.forward import forward_launch
+from flashattn.launches import launch, shipped_tiles
 
 
-def launch(pass_, tile, dtype, head_dim, causal):
-    """A launch of the pass on tensors without memory."""
-    q, k, v, o = (torch.empty(2, 8, 1024, head_dim, dtype=dtype, device="meta") for _ in range(4))
-    row = torch.empty(2, 8, 1024, device="meta")
-    options = {"causal": causal, "scale": 0.1, "tile": tile}
-    if pass_ == "forward":
-        return forward_launch(q, k, v, o, row, **options)
-    if pass_ == "dkdv":
-        return dkdv_launch(q, k, v, o, k, v, row, row, **options)
-    return dq_launch(q, k, v, o, q, row, row, **options)
-
-
-def main(capability, pass_, dtype, *head_dims):
-    dtype = getattr(torch, dtype)
-    table = configs.TILES[configs.Device("", int(capability), 0).architecture][pass_, dtype.itemsize]
+def main(capability, which, pass_, dtype, *head_dims):
+    capability, dtype = int(capability), getattr(torch, dtype)
     for head_dim in map(int, head_dims):
-        for tile in table[head_dim] if int(capability) == 75 else table[head_dim][:1]:
+        for tile in shipped_tiles(pass_, head_dim, dtype, capability)[: 1 if which == "default" else None]:
             for causal in (True,) if dtype == torch.float32 else (False, True):
-                made = compile_for(launch(pass_, tile, dtype, head_dim, causal), int(capability))
-                facts = {key: value for key, value in made._asdict().items() if isinstance(value, int)}
-                mma = made.ptx.count("mma.sync") + made.ptx.count("wgmma.mma_async")
-                promised = configs.smem_bytes(pass_, tile, head_dim, dtype.itemsize, int(capability))
-                row = {"tile": asdict(tile), "head_dim": head_dim, "causal": causal, "mma": mma, "promised": promised}
-                print(json.dumps(row | facts), flush=True)
+                made = compile_for(launch(pass_, head_dim=head_dim, causal=causal, dtype=dtype, tile=tile), capability)
+                row = {
+                    "pass": pass_,
+                    "head_dim": head_dim,
+                    "causal": causal,
+                    "tile": asdict(tile),
+                    "promised": configs.smem_bytes(pass_, tile, head_dim, dtype.itemsize, capability),
+                    "mma": made.mma,
+                    "forbidden": [name for name in ("cp.async", "bf16", "tf32") if name in made.ptx],
+                    "registers": made.registers,
+                    "stack_bytes": made.stack_bytes,
+                    "shared_bytes": made.shared_bytes,
+                }
+                print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

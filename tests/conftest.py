@@ -1,7 +1,7 @@
 """The device of a run, poisoned memory, and the record of every comparison.
 
 With a GPU the kernels run on it, without one under Triton's interpreter. `--turing-path` has the GPU at hand run
-the code of a T4: every compiler stage for sm_75, only the last one, ptxas, for the GPU (Triton 3.2).
+the code of a T4 (turing_path.py).
 """
 
 import json
@@ -15,7 +15,9 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for it in deterministic mode
 
-from flashattn import autograd, configs, testing  # noqa: E402
+import turing_path  # noqa: E402
+
+from flashattn import testing  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -27,31 +29,9 @@ def pytest_configure(config):
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
     if config.getoption("--turing-path"):
-        compile_for_turing()
-
-
-def compile_for_turing():
-    """Make every Triton kernel of this process what it is on a T4, but for the machine code."""
-    import triton
-    from triton.backends import backends
-
-    if not triton.__version__.startswith("3.2."):
-        raise pytest.UsageError(f"--turing-path needs Triton 3.2, got {triton.__version__}")
-    if not HAS_GPU:
-        raise pytest.UsageError("--turing-path needs a GPU")
-    backend = backends["nvidia"].compiler  # not the class that an import would give: 3.2 loads it twice
-    add_stages = backend.add_stages
-
-    def add_turing_stages(self, stages, options):
-        gpu = self.capability
-        self.capability = 75  # the stages read it when they run
-        add_stages(self, stages, options)
-        stages["cubin"] = lambda src, metadata: self.make_cubin(src, metadata, options, gpu)
-
-    backend.add_stages = add_turing_stages
-    backend.hash = lambda self: f"turing-path-{triton.__version__}"  # a cache of its own
-    configs.device_of = lambda device: configs.Device("Turing path", 75, 65536)
-    autograd._lacks_bf16 = lambda device: True
+        if not HAS_GPU:
+            raise pytest.UsageError("--turing-path needs a GPU")
+        turing_path.install()
 
 
 def pytest_collection_modifyitems(items):

@@ -191,8 +191,9 @@ def test_bf16_without_bf16_tensor_cores_takes_gradients_of_any_size(no_bf16, siz
 
 def test_bf16_without_bf16_tensor_cores_warns_once(no_bf16):
     q, k, v = inputs(1, 1, 20, 30, 16, dtype=torch.bfloat16)
+    autograd._warn_bf16.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("default")
+        warnings.simplefilter("always")
         for _ in range(3):
             attention(q, k, v, backend="triton")
     assert sum("bf16 inputs are computed in fp16" in str(w.message) for w in caught) == 1

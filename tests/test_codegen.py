@@ -1,4 +1,4 @@
-"""What the compiler makes of the shipped tiles, for every architecture, with no GPU."""
+"""What the compiler makes of kernels, for every architecture, with no GPU."""
 
 import json
 import subprocess
@@ -6,18 +6,23 @@ import sys
 
 import pytest
 import torch
-from children import ROOT, environment
+from children import ROOT, with_triton
+
+from flashattn import sass
+from flashattn.codegen import pack_strides
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
-TURING_TENSOR_CORES = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 3)
 SHARED_BYTES = {75: 65536, 80: 166912, 86: 101376, 90: 232448}  # what a program may ask for
 
 
-def compiled(capability, pass_, dtype, *head_dims):
+def compiled(capability, which, pass_, dtype, *head_dims, release=triton.__version__):
     """The rows of compile_tiles.py."""
-    command = [sys.executable, ROOT / "tests" / "compile_tiles.py", *map(str, (capability, pass_, dtype, *head_dims))]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=environment(interpreted=False))
+    command = [sys.executable, ROOT / "tests" / "compile_tiles.py"]
+    command += map(str, (capability, which, pass_, dtype, *head_dims))
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=with_triton(release, triton.__version__)
+    )
     assert done.returncode == 0, done.stderr
     return [json.loads(line) for line in done.stdout.splitlines()]
 
@@ -25,30 +30,132 @@ def compiled(capability, pass_, dtype, *head_dims):
 @pytest.mark.parametrize("head_dims", [(32, 64), (128, 256)], ids=str)
 @pytest.mark.parametrize("pass_", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-def test_every_tile_for_sm_75(pass_, dtype, head_dims):
+@pytest.mark.parametrize("release", ["3.2.0", "3.6.0", "3.9.0"])
+def test_every_tile_for_sm_75(release, dtype, pass_, head_dims):
     """Fits the T4's shared memory, runs on its tensor cores, and takes the registers and stack that its table says."""
-    if dtype == "float16" and not TURING_TENSOR_CORES:
-        pytest.skip(f"Triton {triton.__version__} compiles fp16 for sm_75 without tensor cores")
-    rows = compiled(75, pass_, dtype, *head_dims)
+    rows = compiled(75, "all", pass_, dtype, *head_dims, release=release)
     assert {row["head_dim"] for row in rows} == set(head_dims)
     for row in rows:
         assert row["shared_bytes"] <= row["promised"] <= SHARED_BYTES[75], row
-        assert (row["mma"] > 0) == (dtype == "float16"), row
-        if TURING_TENSOR_CORES:  # the release that the tables were made with
-            assert row["registers"] <= row["tile"]["registers"], row
-            assert row["stack_bytes"] <= row["tile"]["stack_bytes"], row
+        assert list(row["mma"]) == (["m16n8k8.f32.f16.f16.f32"] if dtype == "float16" else []), row
+        assert not row["forbidden"], row
+        assert row["registers"] <= row["tile"]["registers"], row
+        assert row["stack_bytes"] <= row["tile"]["stack_bytes"], row
 
 
 @pytest.mark.parametrize("pass_", ["forward", "dkdv", "dq"])
 @pytest.mark.parametrize("capability, head_dims", [(80, (64, 128)), (86, (64, 128)), (90, (64, 128))], ids=str)
 def test_default_tiles_for_newer_architectures(capability, head_dims, pass_):
-    for row in compiled(capability, pass_, "float16", *head_dims):
+    for row in compiled(capability, "default", pass_, "float16", *head_dims):
         assert row["shared_bytes"] <= row["promised"] <= SHARED_BYTES[capability], row
-        assert row["mma"] > 0, row
+        assert row["mma"], row
 
 
 def test_strides_are_packed_in_units_of_eight():
-    from flashattn.codegen import pack_strides
-
     assert pack_strides(torch.empty(2, 3, 5, 40)) == ([75, 25, 5, 1], 8)
     assert pack_strides(torch.empty(2, 3, 5, 40), torch.empty(2, 3, 5, 4))[1] == 1
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
+def command(*arguments, release=triton.__version__):
+    """The report of python -m flashattn.codegen, as {title: text}, or what it said when it refused."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flashattn.codegen", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env=with_triton(release, triton.__version__),
+    )
+    if done.returncode:
+        return done.stderr
+    return {line[:14].strip(): line[15:] for line in done.stdout.splitlines()}
+
+
+def test_report_on_a_shipped_kernel(tmp_path):
+    report = command("--arch", "sm_75", "forward", "head_dim=64", "block_n=32", "--save", tmp_path)
+    assert report["kernel"].startswith("forward_kernel for sm_75, Triton ")
+    assert report["shared memory"] == "20480 bytes a program of 4 warps"
+    assert "m16n8k8.f32.f16.f16.f32" in report["tensor cores"] and ", 0 cp.async" in report["other PTX"]
+    assert "tensor 128," in report["hottest loop"]  # two products of 128 x 32 x 64 by 4 warps, m16n8k8 at a time
+    assert {path.suffix for path in tmp_path.iterdir()} == {".ptx", ".cubin", ".sass"}
+
+
+MATMUL = [ROOT / "tests" / "foreign_kernels.py", "*fp16, *fp16, *fp16, i32, i32:16, i32:16"]
+
+
+def test_report_on_any_kernel():
+    kernel = f"{MATMUL[0]}:matmul_kernel"
+    blocks = ("BLOCK_M=64", "BLOCK_N=64", "BLOCK_K=32", "GROUP=1", "num_stages=3")
+    turing = command("--arch", "sm_75", kernel, MATMUL[1], *blocks)
+    assert "32 m16n8k8.f32.f16.f16.f32" in turing["tensor cores"] and ", 0 cp.async" in turing["other PTX"]
+    hopper = command("--arch", "sm_90", kernel, MATMUL[1], *blocks)
+    assert "m64n64k16" in hopper["tensor cores"] and ", 0 cp.async" not in hopper["other PTX"]
+
+
+def test_stock_code_of_a_release_without_turing():
+    stock = command("forward", "head_dim=32", "--stock", release="3.6.0")
+    assert stock["tensor cores"] == "none" and "tensor" not in stock["hottest loop"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--arch", "sm_12", "forward"], "--arch: got sm_12, accepted are sm_70, sm_75"),
+        (["nothing.py:kernel"], "nothing.py:kernel: "),
+        (["forward", "head_dim=64", "causal"], "causal: a value is given as NAME=VALUE"),
+        ([f"{MATMUL[0]}:matmul_kernel", "*half"], "*half: accepted are *fp16"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments, message):
+    assert message in command(*arguments)
+
+
+# Machine code --------------------------------------------------------------------------------------------------------
+
+LISTING = """
+        .section        .text.kernel,"ax",@progbits
+.text.kernel:
+        /*0000*/                   IMAD.MOV.U32 R1, RZ, RZ, c[0x0][0x28] ;
+.L_x_1:
+        /*0010*/                   LDG.E.128.SYS R4, [R2] ;
+.L_x_0:
+        /*0020*/                   LDSM.16.M88.4 R8, [R4] ;
+        /*0030*/                   HMMA.1688.F32 R12, R8, R10, R12 ;
+        /*0040*/                   HMMA.1688.F32 R12, R8, R11, R12 ;
+        /*0050*/                   MUFU.EX2 R9, R9 ;
+        /*0060*/              @!P0 BRA `(.L_x_0) ;
+        /*0070*/                   HMMA.1688.F32 R12, R8, R10, R12 ;
+        /*0080*/              @P1  BRA `(.L_x_1) ;
+.L_x_2:
+        /*0090*/                   FFMA R0, R0, R0, R0 ;
+        /*00a0*/              @P2  BRA `(.L_x_2) ;
+        /*00b0*/                   EXIT ;
+.L_x_3:
+        /*00c0*/                   BRA `(.L_x_3);
+"""
+
+
+def test_hottest_loop_of_a_listing():
+    instructions = sass.parse(LISTING)
+    assert len(instructions) == 13 and instructions[6] == ("BRA", 2) and instructions[0].target is None
+    assert sass.pipe_mix(sass.hottest_loop(instructions)) == {"tensor": 2, "shared": 1, "special": 1, "control": 1}
+    assert sass.hottest_loop(instructions[9:11]) == []  # targets are indices of the whole
+    assert sass.hottest_loop([]) == []
+
+
+@pytest.mark.parametrize(
+    "capability, warps, registers, shared_bytes, blocks",
+    [
+        (75, 4, 255, 24576, 2),  # registers: 8 warps of 256 each
+        (75, 4, 128, 24576, 2),  # shared memory: 65536 // 24576
+        (75, 4, 128, 16384, 4),  # registers: 16 warps
+        (75, 8, 64, 1024, 4),  # the SM's 32 warps
+        (75, 1, 32, 0, 16),  # the SM's 16 programs
+        (75, 4, 255, 65537, 0),
+        (80, 4, 255, 81920, 2),  # 1,024 bytes a program are the system's: 2 * 82944 of 167936
+        (90, 16, 128, 0, 1),
+    ],
+)
+def test_programs_that_fit_a_multiprocessor(capability, warps, registers, shared_bytes, blocks):
+    assert sass.blocks_per_sm(capability, warps, registers, shared_bytes) == blocks

@@ -1,9 +1,11 @@
 """Every refusal names the argument, what came, and what is accepted."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
-from flashattn import attention
+from flashattn import attention, interface
 
 Q = torch.zeros(2, 4, 5, 8)
 K = torch.zeros(2, 2, 6, 8)
@@ -62,3 +64,15 @@ def test_forward_mode_is_refused():
             attention(dual, K, K)
     with pytest.raises(NotImplementedError, match="forward-mode differentiation is not supported"):
         torch.func.jvp(lambda q: attention(q, K, K), (Q,), (Q,))
+
+
+def test_a_gpu_older_than_turing_runs_on_the_reference(monkeypatch):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    q = SimpleNamespace(device=torch.device("cuda", 0), dtype=torch.float16)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100-PCIE-16GB")
+    for capability, backend in (((6, 0), "reference"), ((7, 0), "reference"), ((7, 5), "triton")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
+        assert interface.backend_for(q) == backend
+        reason = interface._refusal(q)
+        assert (reason is None) == (backend == "triton")
+        assert reason is None or "Turing (sm_75) or later, got Tesla P100" in reason

@@ -12,10 +12,12 @@ PACKAGE = Path(__file__).resolve().parents[1] / "flashattn"
 # Each layer may import those before it. Modules of one line may not import one another.
 LAYERS = [
     ["measure", "reference", "testing"],  # import only torch
+    ["sass", "turing"],
     ["codegen", "configs", "primitives"],
     ["forward", "backward"],
-    ["autograd"],
+    ["autograd", "launches"],
     ["interface"],
+    ["doctor"],
     ["__init__"],
 ]
 LAYER = {module: depth for depth, modules in enumerate(LAYERS) for module in modules}

@@ -46,7 +46,7 @@ def make_notebook(tmp_path):
 
 
 def test_there_are_notebooks():
-    assert {"01_tests", "02_benchmark"} <= {path.stem for path in NOTEBOOKS}
+    assert {"01_tests", "02_benchmark", "03_triton_versions"} <= {path.stem for path in NOTEBOOKS}
 
 
 @each_notebook
@@ -71,6 +71,11 @@ def test_unknown_parameter_is_an_error(path, tmp_path):
     assert done.returncode == 2
     assert "parameter: got 'no_such', accepted are" in done.stderr
     assert not (tmp_path / "out").exists()
+
+
+def test_the_notebook_that_downloads_runs_only_where_named(tmp_path):
+    done = run_notebooks("-p", "releases", "[3.2.0]", "--output", tmp_path / "out")
+    assert done.returncode == 2 and "parameter: got 'releases', accepted are" in done.stderr
 
 
 def test_notebook_without_parameters_is_an_error(make_notebook, tmp_path):

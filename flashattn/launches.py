@@ -1,0 +1,44 @@
+"""Launches on tensors without memory, for compiling the kernels with no GPU (codegen.py)."""
+
+import dataclasses
+from functools import partial
+
+import torch
+
+from .codegen import Launch
+from .configs import TILES, Device, Tile, padded_head_dim
+
+
+def shipped_tiles(pass_: str, head_dim: int, dtype: torch.dtype, capability: int = 75) -> tuple[Tile, ...]:
+    """The candidates of a pass, the default for long sequences first."""
+    table = TILES[Device("", capability, 0).architecture][pass_, dtype.itemsize]
+    return table[max(32, padded_head_dim(head_dim))]
+
+
+def launch(
+    pass_: str,
+    *,
+    head_dim: int = 64,
+    causal: bool = False,
+    dtype: torch.dtype | str = torch.float16,
+    capability: int = 75,
+    tile: Tile | None = None,
+    **tile_fields: int,
+) -> Launch:
+    """A launch of "forward", "dkdv" or "dq" with a tile, or the default of a capability with other tile_fields."""
+    from .backward import dkdv_launch, dq_launch  # which import Triton
+    from .forward import forward_launch
+
+    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    tile = dataclasses.replace(tile or shipped_tiles(pass_, head_dim, dtype, capability)[0], **tile_fields)
+    q, k, v, o = (torch.empty(2, 8, 1024, head_dim, dtype=dtype, device="meta") for _ in range(4))
+    row = torch.empty(2, 8, 1024, device="meta")
+    options = {"causal": causal, "scale": head_dim**-0.5, "tile": tile}
+    if pass_ == "forward":
+        return forward_launch(q, k, v, o, row, **options)
+    if pass_ == "dkdv":
+        return dkdv_launch(q, k, v, o, k, v, row, row, **options)
+    return dq_launch(q, k, v, o, q, row, row, **options)
+
+
+forward, dkdv, dq = (partial(launch, pass_) for pass_ in ("forward", "dkdv", "dq"))

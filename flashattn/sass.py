@@ -1,0 +1,141 @@
+"""Machine code: what a cubin's hottest loop asks of each pipe, and how many programs fit a multiprocessor.
+
+nvdisasm and cuobjdump come with Triton's wheel.
+"""
+
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+# Where an instruction goes, by its base name (the part before the first dot), as sm_75 has it; newer architectures
+# name more. Sources: the CUDA programming guide's table of throughputs, the CUDA binary utilities' lists of SASS
+# instructions, and for IMAD (on the FP32 pipe from Volta on) Jia et al., "Dissecting the NVIDIA Volta GPU".
+_PIPES = {
+    "tensor": "HMMA IMMA DMMA BMMA HGMMA IGMMA QGMMA BGMMA UTCHMMA UTCIMMA UTCQMMA",
+    "fp16": "HADD2 HMUL2 HFMA2 HADD2_32I HMUL2_32I HFMA2_32I HSET2 HSETP2 HMNMX2",  # on sm_75 the tensor pipe, too
+    "fp32": "FFMA FADD FMUL FFMA32I FADD32I FMUL32I FSWZADD IMAD IMAD32I IMUL IDP",
+    "special": "MUFU F2F F2I I2F FRND I2I POPC FLO BREV FCHK",
+    "shared": "LDS STS LDSM STSM ATOMS SHFL MATCH",
+    "global": "LDG STG LD ST LDL STL ATOM ATOMG RED REDG LDGSTS UBLKCP UTMALDG UTMASTG UTMAREDG LDC ULDC LDCU",
+    "fp64": "DADD DMUL DFMA DSETP",
+    "control": "BRA BRX JMP CALL RET EXIT BSSY BSYNC WARPSYNC BREAK YIELD BMOV KILL NANOSLEEP NOP DEPBAR BAR MEMBAR "
+    "ERRBAR CCTL S2R B2R CS2R S2UR R2UR VOTE VOTEU LDGDEPBAR WARPGROUP SYNCS FENCE ELECT PLOP3 CGAERRBAR",
+}
+_PIPE = {name: pipe for pipe, names in _PIPES.items() for name in names.split()}
+
+
+def pipe_of(instruction: str) -> str:
+    """A key of _PIPES, or "integer" (with logic, compares and moves); "special" has the conversions too."""
+    return _PIPE.get(instruction.split(".")[0], "integer")
+
+
+class Instruction(NamedTuple):
+    """One instruction: its name with modifiers, and the index of the instruction that it may branch to."""
+
+    name: str
+    target: int | None
+
+
+def _tool(name: str, *arguments: str, cubin: bytes) -> str:
+    import triton
+
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
+        file.write(cubin)
+    try:
+        return subprocess.run([path, *arguments, file.name], capture_output=True, text=True, check=True).stdout
+    finally:
+        os.unlink(file.name)
+
+
+def listing(cubin: bytes) -> str:
+    """The machine code as nvdisasm prints it."""
+    return _tool("nvdisasm", "-c", cubin=cubin)
+
+
+def parse(listing: str) -> list[Instruction]:
+    """The instructions of a listing of one kernel, in order."""
+    names, branches, labels = [], [], {}
+    for line in listing.splitlines():
+        if label := re.match(r"(\.L_\S+):", line):
+            labels[label[1]] = len(names)
+        elif found := re.match(r"\s+(?:\{ )?/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*)", line):
+            names.append(found[1])
+            target = re.search(r"`\((\.L_\S+)\)", found[2]) if found[1].split(".")[0] == "BRA" else None
+            branches.append(target and target[1])
+    return [Instruction(name, labels.get(label)) for name, label in zip(names, branches, strict=True)]
+
+
+def hottest_loop(instructions: list[Instruction]) -> list[Instruction]:
+    """Of the loops that hold no other the one with most tensor-core instructions, then most of FP32, then the shortest.
+
+    Empty where there is none. A loop is the span from a branch's target back to the branch.
+    """
+    spans = [(i.target, n) for n, i in enumerate(instructions) if i.target is not None and i.target < n]
+    innermost = [
+        instructions[begin : end + 1]
+        for begin, end in spans
+        if not any(begin <= b and e <= end and (b, e) != (begin, end) for b, e in spans)
+    ]
+
+    def heat(loop: list[Instruction]) -> tuple[int, int, int]:
+        mix = pipe_mix(loop)
+        return mix.get("tensor", 0), mix.get("fp32", 0), -len(loop)
+
+    return max(innermost, key=heat, default=[])
+
+
+def pipe_mix(loop: list[Instruction]) -> dict[str, int]:
+    """Instructions a warp issues to each pipe in one turn of a loop, the busiest first."""
+    counts: dict[str, int] = {}
+    for instruction in loop:
+        pipe = pipe_of(instruction.name)
+        counts[pipe] = counts.get(pipe, 0) + 1
+    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+
+
+def resource_usage(cubin: bytes) -> tuple[int, int]:
+    """Registers and stack bytes (spills) a thread."""
+    text = _tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    if not found:
+        raise RuntimeError(f"cuobjdump told no resource usage: {text!r}")
+    return int(found[1]), int(found[2])
+
+
+class Multiprocessor(NamedTuple):
+    """What an SM has for the programs that share it. CUDA programming guide, "compute capabilities"."""
+
+    shared_bytes: int
+    reserved_bytes: int  # of shared memory, which every program loses to the system
+    warps: int
+    blocks: int
+
+
+REGISTERS = 65536  # 32-bit registers of an SM, handed to a warp 256 at a time: all architectures from sm_60 on
+MULTIPROCESSORS = {
+    70: Multiprocessor(98304, 0, 64, 32),
+    75: Multiprocessor(65536, 0, 32, 16),
+    80: Multiprocessor(167936, 1024, 64, 32),
+    86: Multiprocessor(102400, 1024, 48, 16),
+    87: Multiprocessor(167936, 1024, 48, 16),
+    89: Multiprocessor(102400, 1024, 48, 24),
+    90: Multiprocessor(233472, 1024, 64, 32),
+    100: Multiprocessor(233472, 1024, 64, 32),
+    103: Multiprocessor(233472, 1024, 64, 32),
+    120: Multiprocessor(102400, 1024, 48, 24),
+    121: Multiprocessor(102400, 1024, 48, 24),
+}
+
+
+def blocks_per_sm(capability: int, num_warps: int, registers: int, shared_bytes: int) -> int:
+    """Programs that fit one SM at a time, each of num_warps warps: 0 if not even one does."""
+    sm = MULTIPROCESSORS[capability]
+    per_warp = -(-registers * 32 // 256) * 256
+    # registers lie in four partitions, and a warp's in one of them
+    warps = 4 * (REGISTERS // 4 // per_warp) if per_warp else sm.warps
+    taken = -(-(shared_bytes + sm.reserved_bytes) // 256) * 256
+    return min(sm.blocks, sm.warps // num_warps, warps // num_warps, sm.shared_bytes // taken if taken else sm.blocks)

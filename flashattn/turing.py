@@ -351,6 +351,8 @@ class Status:
         gpu = f"{self.gpu} (sm_{self.capability})"
         if self.triton is None:
             return f"{gpu}, no Triton: attention runs on the PyTorch reference"
+        if self.path is None:
+            return f"{gpu} is older than Turing: attention runs on the PyTorch reference"
         path = {
             "stock": "as Triton compiles them",
             "restored": "on the tensor cores, restored by flashattn",
@@ -374,7 +376,7 @@ def status() -> Status:
         triton = triton_version()
     except ImportError:
         pass
-    if gpu and triton:
+    if gpu and triton and capability >= 75:  # for less Triton 3.2 ends the process as it compiles
         path = code_path(capability)
         mma = None if os.environ.get("TRITON_INTERPRET") == "1" else _count_mma(capability)
     return Status(gpu, capability, triton, path, mma, _enabled)

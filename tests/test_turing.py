@@ -89,6 +89,26 @@ def test_an_unknown_triton_is_left_alone(found):
     assert "Triton 3.99.1" in message and "3.9.0" in message
 
 
+def test_status_counts_what_is_in_the_code(found):
+    t4, p100 = found["status"]["Tesla T4"], found["status"]["Tesla P100"]
+    assert (t4["capability"], t4["path"], t4["enabled"]) == (75, "restored", False) and t4["mma"] > 0
+    assert t4["words"].startswith("Tesla T4 (sm_75), Triton 3.") and f"; {t4['mma']} tensor-core" in t4["words"]
+    assert (p100["path"], p100["mma"]) == (None, None) and "older than Turing" in p100["words"]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a CUDA device")
+def test_status_without_a_gpu():
+    status = turing.status()
+    assert status.gpu is status.path is None and str(status) == "no CUDA GPU: nothing to restore"
+
+
+@pytest.mark.gpu
+def test_status_on_this_gpu():
+    status = turing.status()
+    assert status.gpu == torch.cuda.get_device_name() and status.triton == triton.__version__
+    assert status.mma > 0 and status.path in ("stock", "restored")
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("restored", [False, True], ids=["stock", "restored"])
 @pytest.mark.parametrize("case", foreign_kernels.CASES)

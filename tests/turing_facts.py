@@ -5,6 +5,7 @@ with a kernel cache that nothing else wrote to.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import tempfile
@@ -144,6 +145,20 @@ def a_failure_falls_back():
         with said() as messages:
             fallen = codegen.compile_for(launch, 75)
         found.append({"as stock": fallen.ptx == stock.ptx, "said": messages})
+    return found
+
+
+@check
+def status():
+    """On made-up GPUs: what is compiled is compiled for them."""
+    found = {}
+    torch.cuda.is_available = lambda: True
+    for name, capability in (("Tesla T4", (7, 5)), ("Tesla P100", (6, 0))):
+        torch.cuda.get_device_name = lambda name=name: name
+        torch.cuda.get_device_capability = lambda capability=capability: capability
+        seen = turing.status()
+        found[name] = dataclasses.asdict(seen) | {"words": str(seen)}
+    torch.cuda.is_available = lambda: False
     return found
 
 

@@ -285,24 +285,26 @@ def _set_enabled(on: bool) -> None:
     global _enabled
     if on == _enabled:
         return
-    from triton.runtime.jit import JITFunction
-
     _install()
+    _give_option()
     _enabled = on
-    JITFunction.run = _with_option_given(JITFunction.run) if on else JITFunction.run.__wrapped__
     _isolate_inductor(on)
 
 
-def _with_option_given(stock_run):
-    """The option as if the caller had written it: it enters the key under which a kernel is kept in memory."""
+@functools.cache
+def _give_option() -> None:
+    """While enabled, launch as if the caller had written the option: it enters the key of a kernel in memory."""
+    from triton.runtime.jit import JITFunction
+
+    stock_run = JITFunction.run
 
     @functools.wraps(stock_run)
     def run(self, *args, **kwargs):
-        if _target_arch() == 75:
+        if _enabled and _target_arch() == 75:
             kwargs.setdefault(OPTION, True)
         return stock_run(self, *args, **kwargs)
 
-    return run
+    JITFunction.run = run
 
 
 # torch.compile -------------------------------------------------------------------------------------------------------

@@ -10,6 +10,7 @@ from unittest.mock import Mock
 
 import children
 import pytest
+import torch
 
 from flashattn import doctor, turing
 from flashattn.doctor import Facts, Gpu, findings, report
@@ -258,12 +259,13 @@ def test_report_without_a_gpu():
     for part in (
         "driver       not found",
         "built without CUDA",
-        "not installed; torch asks for 3.2.0",
+        "not installed; torch asks for 3.2.0\n",
         LAPTOP.cuda_error,
         LAPTOP.status,
     ):
         assert part in text
     assert "bfloat16" not in text
+    assert "torch asks for none" in report(replace(LAPTOP, triton_wanted=""))
 
 
 def test_bfloat16_is_told_only_of_gpus_without_it():
@@ -276,6 +278,7 @@ def test_bfloat16_is_told_only_of_gpus_without_it():
         ("3.6.0", (3, 6, 0)),
         ("2.10.0+cu128", (2, 10, 0)),
         ("3.5.1.post22", (3, 5, 1)),
+        ("3.5.1.22", (3, 5, 1)),
         ("3.7.0a0+git1", (3, 7, 0)),
         ("", ()),
         ("unknown: PackageNotFoundError: 3", ()),
@@ -288,6 +291,7 @@ def test_release(version, expected):
 @pytest.mark.parametrize(
     ("capability", "architectures", "expected"),
     [
+        (75, ["sm_75"], True),
         (75, ["sm_70", "sm_80"], True),  # machine code of the same major version
         (70, ["sm_75", "sm_80"], False),
         (60, ["sm_70", "sm_75", "compute_90"], False),
@@ -356,12 +360,16 @@ def test_gpus_that_torch_sees(monkeypatch, tmp_path):
     assert doctor._visible_gpus() == ((), "CUDA_VISIBLE_DEVICES=7, RuntimeError: No CUDA GPUs")
 
 
-def test_the_cuda_of_a_driver(monkeypatch):
+@pytest.mark.parametrize(("number", "expected"), [(12000, "12.0"), (12080, "12.8"), (13010, "13.1")])
+@pytest.mark.parametrize(("system", "library"), [("linux", "libcuda.so.1"), ("win32", "nvcuda.dll")])
+def test_the_cuda_of_a_driver(monkeypatch, number, expected, system, library):
     def version(pointer):
-        pointer._obj.value = 12080
+        pointer._obj.value = number
 
-    monkeypatch.setattr(doctor.ctypes, "CDLL", lambda name: SimpleNamespace(cuDriverGetVersion=version))
-    assert doctor._driver_cuda() == "12.8"
+    libraries = {library: SimpleNamespace(cuDriverGetVersion=version)}
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(doctor.ctypes, "CDLL", libraries.__getitem__)
+    assert doctor._driver_cuda() == expected
 
 
 @pytest.mark.parametrize("factor", [1.0, 1.1, float("nan")])
@@ -383,6 +391,8 @@ def test_folders_that_cannot_be_written(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")  # a folder without permissions would not stop root
     monkeypatch.setenv("FLASHATTN_CACHE_DIR", str(tmp_path / "file" / "flashattn"))
     assert list(doctor._unwritable()) == [("FLASHATTN_CACHE_DIR", str(tmp_path / "file" / "flashattn"))]
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton"))
+    assert ("TRITON_CACHE_DIR", str(tmp_path / "file" / "triton")) in doctor._unwritable()
     monkeypatch.delenv("TRITON_CACHE_DIR")
     monkeypatch.setenv("TRITON_HOME", str(tmp_path / "file"))
     assert ("TRITON_CACHE_DIR", str(tmp_path / "file" / ".triton" / "cache")) in doctor._unwritable()
@@ -399,8 +409,11 @@ def test_what_a_launcher_is_built_with(monkeypatch, tmp_path):
     monkeypatch.setenv("CC", sys.executable)
     monkeypatch.setattr(doctor.sysconfig, "get_path", lambda name, scheme: str(tmp_path))
     assert list(doctor._missing()) == ["libcuda.so", "Python.h"]
-    monkeypatch.setattr(driver, "libraries", ["libcuda.so.1"])
     (tmp_path / "Python.h").write_text("")
+    monkeypatch.setattr(driver, "libraries", ["libcuda.so.1"])
+    assert list(doctor._missing()) == []
+    monkeypatch.setattr(driver, "libraries", ["cuda"])
+    (tmp_path / "libcuda.so").write_text("")
     assert list(doctor._missing()) == []
     monkeypatch.setenv("CC", str(tmp_path / "cc"))
     assert list(doctor._missing()) == ["a C compiler"]
@@ -460,12 +473,16 @@ def test_command_with_no_gpu(arguments):
     titles = [line[:12].rstrip() for line in done.stdout.split("\n\n")[0].splitlines()]
     assert titles == "flashattn,Python,torch,Triton,NumPy,driver,GPU,CPU tensors,status".split(",")
     assert "fails on" not in done.stdout and "unknown:" not in done.stdout
+    assert (", Kaggle\n" in done.stdout) == ("KAGGLE_KERNEL_RUN_TYPE" in os.environ)
+    cuda = f"for CUDA {torch.version.cuda}" if torch.version.cuda else "without CUDA"
+    assert f"\ntorch        {torch.__version__}, built {cuda}\n" in done.stdout
     assert ("not installed" in done.stdout) == (arguments[0] == "-c" or not doctor.interface.HAS_TRITON)
 
 
-def test_command_under_the_interpreter():
+def test_command_under_the_interpreter_on_kaggle():
     pytest.importorskip("triton")
-    done = run("-m", "flashattn.doctor", TRITON_INTERPRET="1")
+    done = run("-m", "flashattn.doctor", TRITON_INTERPRET="1", KAGGLE_KERNEL_RUN_TYPE="Batch")
+    assert ", Kaggle\n" in done.stdout
     assert "\nCPU tensors  run on Triton's interpreter\n" in done.stdout
     assert "fails on" not in done.stdout
 

@@ -76,6 +76,12 @@ class _Driver:
     def get_current_stream(self, device) -> int:
         return 0
 
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("meta")
+
+    def get_benchmarker(self):  # the autotuner's decorator wants one
+        return None
+
     def get_current_target(self):
         from triton.backends.compiler import GPUTarget
 
@@ -116,13 +122,13 @@ class Compiled:
     def mma(self) -> dict[str, int]:
         """Tensor-core instructions in the PTX by shape and types, as {"m16n8k8.f32.f16.f16.f32": 512}."""
         found = re.findall(
-            r"(?:mma\.sync\.aligned|wgmma\.mma_async\.sync\.aligned)\.(m\d+n\d+k\d+)((?:\.[a-z]\w*)+)|(tcgen05\.mma)\b",
+            r"(?:mma\.sync\.aligned|wgmma\.mma_async\.sync\.aligned)\.(m\d+n\d+k\d+)((?:\.[a-z][\w:]*)+)|(tcgen05\.mma)\b",
             self.ptx,
         )
         return dict(Counter(shape + types.replace(".row.col", "") + other for shape, types, other in found))
 
     def count(self, instruction: str) -> int:
-        """How often an instruction that starts so is in the PTX: "fma.rn.f32", "ldmatrix", "cp.async"."""
+        """How often an instruction that starts so is in the PTX: "fma.rn.f32", "ldmatrix", "cp.async.cg"."""
         return len(re.findall(rf"(?<![\w.]){re.escape(instruction)}\b", self.ptx))
 
     @property
@@ -137,14 +143,15 @@ class Compiled:
 
     def __str__(self) -> str:
         mma = ", ".join(f"{count} {shape}" for shape, count in self.mma.items()) or "none"
-        others = ", ".join(f"{self.count(name)} {name}" for name in ("fma.rn.f32", "ldmatrix", "cp.async"))
+        copies = sum(self.count(f"cp.async.{kind}") for kind in ("ca", "cg", "bulk"))
+        others = f"{self.count('fma.rn.f32')} fma.rn.f32, {self.count('ldmatrix')} ldmatrix, {copies} cp.async"
         total = sum(self.pipe_mix.values())
         mix = ", ".join(f"{pipe} {count}" for pipe, count in self.pipe_mix.items())
         lines = {
             "kernel": f"{self.name} for sm_{self.capability}, Triton {self.triton}",
             "tensor cores": mma,
             "other PTX": others,
-            "registers": f"{self.registers} a thread, {self.stack_bytes} bytes spilled to its stack",
+            "registers": f"{self.registers} a thread, and {self.stack_bytes} bytes of stack, where spills go",
             "shared memory": f"{self.shared_bytes} bytes a program of {self.num_warps} warps",
             "fit an SM": f"{self.blocks_per_sm} programs, {self.blocks_per_sm * self.num_warps} warps",
             "hottest loop": f"{total} instructions: {mix}" if total else "none",
@@ -152,15 +159,27 @@ class Compiled:
         return "\n".join(f"{title:14} {text}" for title, text in lines.items())
 
 
+def _plain(kernel) -> tuple[Any, dict[str, Any]]:
+    """The kernel under its decorators, and the first configuration of an autotuner among them."""
+    first: dict[str, Any] = {}
+    while not hasattr(kernel, "params"):
+        if configs := getattr(kernel, "configs", None):
+            first |= configs[0].kwargs | {"num_warps": configs[0].num_warps, "num_stages": configs[0].num_stages}
+        kernel = kernel.fn
+    return kernel, first
+
+
 def compile_for(launch: Launch, capability: int, restored: bool = True) -> Compiled:
     """Compile a launch for a compute capability such as 75; tensors may be on the meta device, or just a torch.dtype.
 
-    restored: whether dots get Turing's tensor cores under a Triton that lost them (turing.py). Raises what Triton
-    raises where it cannot compile the kernel.
+    A kernel under triton.autotune compiles with its first configuration, for what the launch does not say; one under
+    triton.heuristics needs its constants said. restored: whether dots get Turing's tensor cores under a Triton that
+    lost them (turing.py). Raises what Triton raises where it cannot compile the kernel.
     """
-    options = launch.options | turing.compile_options(capability, restored)
+    kernel, options = _plain(launch.kernel)
+    options |= launch.constants | launch.options | turing.compile_options(capability, restored)
     with target(capability):
-        kernel = launch.kernel.warmup(*launch.args, grid=(1,), **launch.constants, **options)
+        kernel = kernel.warmup(*launch.args, grid=(1,), **options)
     cubin = kernel.asm["cubin"]
     registers, stack_bytes = sass.resource_usage(cubin)
     return Compiled(
@@ -205,12 +224,15 @@ def _value(text: str) -> Any:
 
 def _load(spec: str) -> Any:
     """The object that FILE.py:NAME or MODULE:NAME names."""
-    source, _, name = _SHIPPED.get(spec, spec).rpartition(":")
+    source, colon, name = _SHIPPED.get(spec, spec).rpartition(":")
+    if not colon:
+        raise ValueError(f"accepted are {', '.join(_SHIPPED)}, FILE.py:NAME and MODULE:NAME")
     if not source.endswith(".py"):
         return getattr(importlib.import_module(source), name)
-    module_spec = importlib.util.spec_from_file_location(Path(source).stem, source)
+    sys.path.insert(0, str(Path(source).resolve().parent))  # as if the file were run
+    module_spec = importlib.util.spec_from_file_location(f"_codegen_{Path(source).stem}", source)
     module = importlib.util.module_from_spec(module_spec)
-    sys.modules[module_spec.name] = module  # Triton finds a kernel's globals by its module
+    sys.modules[module_spec.name] = module
     module_spec.loader.exec_module(module)
     return getattr(module, name)
 
@@ -245,18 +267,25 @@ def main(arguments: list[str] | None = None) -> None:
     if wrong := [text for text in options.values if "=" not in text]:
         parser.error(f"{wrong[0]}: a value is given as NAME=VALUE")
     values = {name: _value(text) for name, _, text in (text.partition("=") for text in options.values)}
+    capability = int(capability[1])
+    if capability >= 100 and turing.triton_version().startswith(("3.0.", "3.1.", "3.2.")):  # it would end the process
+        parser.error(f"--arch: got {options.arch}, which Triton {turing.triton_version()} does not compile for")
     try:
-        found = _load(options.kernel)
-    except (ImportError, AttributeError, OSError, ValueError) as error:
-        parser.error(f"{options.kernel}: {error}")
-    if hasattr(found, "warmup"):
-        args = [_value(text.strip()) for text in (options.signature or "").split(",") if text.strip()]
-        if wrong := [x for x in args if isinstance(x, str)]:
-            parser.error(f"{wrong[0]}: accepted are {', '.join(_POINTERS | _SCALARS)} and values")
-        launch = Launch(found, 1, tuple(args), values, {})
-    else:
-        launch = found(capability=int(capability[1]), **values)
-    compiled = compile_for(launch, int(capability[1]), restored=not options.stock)
+        with target(capability):  # a file may ask for the device as it is imported
+            found = _load(options.kernel)
+        if options.kernel in _SHIPPED:
+            launch = found(capability=capability, **values)
+        elif hasattr(found, "fn"):
+            args = [_value(text.strip()) for text in (options.signature or "").split(",") if text.strip()]
+            if wrong := [x for x in args if isinstance(x, str)]:
+                parser.error(f"{wrong[0]}: accepted are {', '.join(_POINTERS | _SCALARS)} and values")
+            launch = Launch(found, 1, tuple(args), values, {})
+        else:
+            parser.error(f"{options.kernel}: is {type(found).__name__}, accepted is a Triton kernel")
+        compiled = compile_for(launch, capability, restored=not options.stock)
+    except Exception as error:  # a file's own, a wrong argument, or the compiler's, which raises whatever it likes
+        lines = str(error).strip().splitlines() or [""]
+        parser.exit(1, f"{options.kernel}: {type(error).__name__}: {lines[-1]}\n")
     print(compiled)
     if options.save:
         options.save.mkdir(parents=True, exist_ok=True)

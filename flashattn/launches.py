@@ -25,11 +25,23 @@ def launch(
     tile: Tile | None = None,
     **tile_fields: int,
 ) -> Launch:
-    """A launch of "forward", "dkdv" or "dq" with a tile, or the default of a capability with other tile_fields."""
+    """A launch of "forward", "dkdv" or "dq" with a tile, or the default of a capability with other tile_fields.
+
+    Raises ValueError for a value that the kernels do not take.
+    """
     from .backward import dkdv_launch, dq_launch  # which import Triton
     from .forward import forward_launch
 
-    dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
+    dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
+    fields = [field.name for field in dataclasses.fields(Tile)]
+    for name, value, good, accepted in (
+        ("head_dim", head_dim, head_dim in range(1, 257), "1 to 256"),
+        ("causal", causal, isinstance(causal, bool), "True, False"),
+        ("dtype", dtype, dtype in (torch.float16, torch.bfloat16, torch.float32), "float16, bfloat16, float32"),
+        ("tile", ", ".join(tile_fields), set(tile_fields) <= set(fields), ", ".join(fields)),
+    ):
+        if not good:
+            raise ValueError(f"{name}: got {value}, accepted are {accepted}")
     tile = dataclasses.replace(tile or shipped_tiles(pass_, head_dim, dtype, capability)[0], **tile_fields)
     q, k, v, o = (torch.empty(2, 8, 1024, head_dim, dtype=dtype, device="meta") for _ in range(4))
     row = torch.empty(2, 8, 1024, device="meta")

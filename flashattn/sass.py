@@ -14,12 +14,13 @@ from typing import NamedTuple
 # name more. Sources: the CUDA programming guide's table of throughputs, the CUDA binary utilities' lists of SASS
 # instructions, and for IMAD (on the FP32 pipe from Volta on) Jia et al., "Dissecting the NVIDIA Volta GPU".
 _PIPES = {
-    "tensor": "HMMA IMMA DMMA BMMA HGMMA IGMMA QGMMA BGMMA UTCHMMA UTCIMMA UTCQMMA",
+    "tensor": "HMMA IMMA DMMA BMMA HGMMA IGMMA QGMMA BGMMA QMMA OMMA UTCHMMA UTCIMMA UTCQMMA",
     "fp16": "HADD2 HMUL2 HFMA2 HADD2_32I HMUL2_32I HFMA2_32I HSET2 HSETP2 HMNMX2",  # on sm_75 the tensor pipe, too
-    "fp32": "FFMA FADD FMUL FFMA32I FADD32I FMUL32I FSWZADD IMAD IMAD32I IMUL IDP",
+    "fp32": "FFMA FADD FMUL FFMA2 FADD2 FMUL2 FFMA32I FADD32I FMUL32I FSWZADD IMAD IMAD32I IMUL IDP",
     "special": "MUFU F2F F2I I2F FRND I2I POPC FLO BREV FCHK",
     "shared": "LDS STS LDSM STSM ATOMS SHFL MATCH",
-    "global": "LDG STG LD ST LDL STL ATOM ATOMG RED REDG LDGSTS UBLKCP UTMALDG UTMASTG UTMAREDG LDC ULDC LDCU",
+    "global": "LDG STG LD ST LDL STL ATOM ATOMG RED REDG LDGSTS UBLKCP UTMALDG UTMASTG UTMAREDG",
+    "constant": "LDC ULDC LDCU",
     "fp64": "DADD DMUL DFMA DSETP",
     "control": "BRA BRX JMP CALL RET EXIT BSSY BSYNC WARPSYNC BREAK YIELD BMOV KILL NANOSLEEP NOP DEPBAR BAR MEMBAR "
     "ERRBAR CCTL S2R B2R CS2R S2UR R2UR VOTE VOTEU LDGDEPBAR WARPGROUP SYNCS FENCE ELECT PLOP3 CGAERRBAR",
@@ -46,9 +47,12 @@ def _tool(name: str, *arguments: str, cubin: bytes) -> str:
     with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
         file.write(cubin)
     try:
-        return subprocess.run([path, *arguments, file.name], capture_output=True, text=True, check=True).stdout
+        done = subprocess.run([path, *arguments, file.name], capture_output=True, text=True)
     finally:
         os.unlink(file.name)
+    if done.returncode:
+        raise RuntimeError(f"{name}: {done.stderr.strip() or f'exit code {done.returncode}'}")
+    return done.stdout
 
 
 def listing(cubin: bytes) -> str:
@@ -117,7 +121,6 @@ class Multiprocessor(NamedTuple):
 
 REGISTERS = 65536  # 32-bit registers of an SM, handed to a warp 256 at a time: all architectures from sm_60 on
 MULTIPROCESSORS = {
-    70: Multiprocessor(98304, 0, 64, 32),
     75: Multiprocessor(65536, 0, 32, 16),
     80: Multiprocessor(167936, 1024, 64, 32),
     86: Multiprocessor(102400, 1024, 48, 16),
@@ -125,9 +128,7 @@ MULTIPROCESSORS = {
     89: Multiprocessor(102400, 1024, 48, 24),
     90: Multiprocessor(233472, 1024, 64, 32),
     100: Multiprocessor(233472, 1024, 64, 32),
-    103: Multiprocessor(233472, 1024, 64, 32),
     120: Multiprocessor(102400, 1024, 48, 24),
-    121: Multiprocessor(102400, 1024, 48, 24),
 }
 
 

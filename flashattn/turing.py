@@ -155,7 +155,11 @@ def _parsed(text: str, context):
 # Text of a module ----------------------------------------------------------------------------------------------------
 
 # `%c = tt.dot %a, %b, %acc, inputPrecision = tf32 : tensor<128x64xf16> * tensor<64x64xf16> -> tensor<128x64xf32>`
+_OPERATION = re.compile(r"\s*%\S+ = tt\.dot(_scaled)? ")  # at the start of a line: a string may say the same
 _DOT = re.compile(r"tt\.dot (.*) : tensor<[\dx]*x(\w+)> \* tensor<[\dx]*x(\w+)> -> tensor<[\dx]*x(\w+)>")
+_LOOP = re.compile(r"^\s*\} \{.*tt\..*$", re.MULTILINE)  # a loop's last line, with its attributes
+_TARGET = re.compile(r'(?<=ttg\.target = )"cuda:80"')
+_LAYOUT = re.compile(r"(?<=#ttg\.nvidia_mma<\{versionMajor = 2, versionMinor = )0")
 
 
 def _name(text: str) -> str:
@@ -167,7 +171,7 @@ def _wants_tensor_cores(ttir: str) -> bool:
     """Whether a kernel has a dot for Turing's tensor cores, and none that would be compiled for sm_80's."""
     wanted = False
     for line in ttir.splitlines():
-        if "tt.dot" not in line:
+        if not _OPERATION.match(line):
             continue
         found = _DOT.search(line)
         if found and found[2] == found[3] == "f16" and found[4] in ("f16", "f32"):
@@ -188,14 +192,18 @@ def _kind(dot: re.Match | None) -> str:
 
 def _unpipelined(ttir: str) -> str:
     """Without the stages and warp specialisation that a loop may ask for by itself."""
-    plain = re.sub(r"(, )?tt\.warp_specialize\b( = true)?", "", ttir)  # attributes are printed in order: the last
-    return re.sub(r"tt\.num_stages = \d+ ", "tt.num_stages = 1 ", plain)
+
+    def plain(loop: re.Match) -> str:
+        attributes = re.sub(r"(, )?tt\.warp_specialize\b( = true)?", "", loop[0])  # the last: they are in order
+        return re.sub(r"tt\.num_stages = \d+ ", "tt.num_stages = 1 ", attributes)
+
+    return _LOOP.sub(plain, ttir)
 
 
 def _as_turing(ttgir: str) -> str:
     """A module for sm_80 made one for sm_75, with Turing's shape of the same MMA: m16n8k8."""
-    for_sm75, targets = re.subn(r'"cuda:80"', '"cuda:75"', ttgir)
-    turing, layouts = re.subn(r"versionMajor = 2, versionMinor = 0", "versionMajor = 2, versionMinor = 1", for_sm75)
+    for_sm75, targets = _TARGET.subn('"cuda:75"', ttgir)
+    turing, layouts = _LAYOUT.subn("1", for_sm75)
     if not (targets and layouts):
         raise RuntimeError(f"no tensor-core layout to change ({targets} targets, {layouts} layouts)")
     return turing
@@ -208,7 +216,8 @@ def _as_turing(ttgir: str) -> str:
 def _warn_no_instruction(name: str, operands: str) -> None:
     warnings.warn(
         f"flashattn.turing: {name} has a dot of {operands}, for which Turing's tensor cores have no instruction in "
-        "Triton: the kernel is compiled as stock Triton compiles it",
+        "Triton: the kernel is compiled as stock Triton compiles it. Dots of fp16, and of fp32 with "
+        'input_precision="ieee", would not stand in the way',
         stacklevel=2,
     )
 
@@ -255,8 +264,9 @@ def enable() -> _Enabled:
     Also a context manager: `with flashattn.turing.enable(): ...`. A kernel with a dot for which Turing has no
     instruction (bf16, TF32, fp64, int8) compiles as without it, and a warning says so once; IEEE fp32 dots stay on the
     FMA units. Functions under torch.compile are compiled anew, in this process and not in worker processes.
-    It belongs to the process, not to a thread, and does nothing with Triton 3.2, which needs no help, nor on another
-    GPU. A Triton that this module does not know is left as it is, and a warning names it.
+    It belongs to the process, not to a thread; it looks at the GPU, so call it in each process, after a fork. It does
+    nothing with Triton 3.2, which needs no help, nor on another GPU. A Triton that this module does not know is left
+    as it is, and a warning names it.
     """
     before = _enabled
     if _turing_at_hand():
@@ -276,7 +286,7 @@ def _turing_at_hand() -> bool:
     try:
         if _target_arch() == 75:
             return True
-    except (ImportError, RuntimeError):  # no Triton, no driver, no GPU
+    except Exception:  # no Triton, no GPU, a driver in disorder: each release raises something else
         return False
     return any(torch.cuda.get_device_capability(index) == (7, 5) for index in range(torch.cuda.device_count()))
 
@@ -293,18 +303,33 @@ def _set_enabled(on: bool) -> None:
 
 @functools.cache
 def _give_option() -> None:
-    """While enabled, launch as if the caller had written the option: it enters the key of a kernel in memory."""
+    """While enabled, launch as if the caller had written the option, and tune apart from what was tuned without it."""
+    from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    stock_run = JITFunction.run
+    launch, tune = JITFunction.run, Autotuner.run
 
-    @functools.wraps(stock_run)
+    @functools.wraps(launch)
     def run(self, *args, **kwargs):
         if _enabled and _target_arch() == 75:
-            kwargs.setdefault(OPTION, True)
-        return stock_run(self, *args, **kwargs)
+            kwargs.setdefault(OPTION, True)  # it enters the key under which a kernel is kept in memory
+        return launch(self, *args, **kwargs)
 
-    JITFunction.run = run
+    @functools.wraps(tune)
+    def run_tuned(self, *args, **kwargs):
+        if not _enabled or _target_arch() != 75:
+            return tune(self, *args, **kwargs)
+        stock = {name: vars(self)[name] for name in ("cache", "cache_results") if name in vars(self)}
+        self.cache, self.cache_results = (
+            vars(self).setdefault("turing_cache", {}),
+            False,
+        )  # none on disk: no key differs
+        try:
+            return tune(self, *args, **kwargs)
+        finally:
+            vars(self).update(stock)
+
+    JITFunction.run, Autotuner.run = run, run_tuned
 
 
 # torch.compile -------------------------------------------------------------------------------------------------------
@@ -344,7 +369,7 @@ class Status:
     capability: int | None  # 75 on Turing
     triton: str | None
     path: str | None  # of the library's kernels: "stock", "restored" or "scalar", see code_path()
-    mma: int | None  # tensor-core instructions in the forward kernel for float16, as compiled for this GPU
+    mma: int | None  # tensor-core instructions, the least of forward, dK/dV and dQ for float16, compiled for this GPU
     enabled: bool  # whether other kernels get Turing's tensor cores too
 
     def __str__(self) -> str:
@@ -360,7 +385,9 @@ class Status:
             "restored": "on the tensor cores, restored by flashattn",
             "scalar": "on the FMA units, since this Triton does not use the tensor cores of this GPU",
         }[self.path]
-        count = "not compiled" if self.mma is None else f"{self.mma} tensor-core instructions in the forward kernel"
+        count = f"{self.mma} tensor-core instructions in each kernel, or more"
+        if self.mma is None:
+            count = "the kernels are not compiled here"
         others = "; other kernels restored too" if self.enabled else ""
         return f"{gpu}, Triton {self.triton}: fp16 dots {path}; {count}{others}"
 
@@ -368,7 +395,7 @@ class Status:
 def status() -> Status:
     """GPU, Triton, the path that the library's kernels take, and how many tensor-core instructions are in their code.
 
-    Compiles the forward kernel unless Triton's cache has it: a second or two.
+    Compiles the kernels unless Triton's cache has them: some seconds.
     """
     gpu = capability = triton = path = mma = None
     if torch.cuda.is_available():
@@ -380,10 +407,16 @@ def status() -> Status:
         pass
     if gpu and triton and capability >= 75:  # for less Triton 3.2 ends the process as it compiles
         path = code_path(capability)
-        mma = None if os.environ.get("TRITON_INTERPRET") == "1" else _count_mma(capability)
+        mma = _count_mma(capability)
     return Status(gpu, capability, triton, path, mma, _enabled)
 
 
-def _count_mma(capability: int) -> int:
+def _count_mma(capability: int) -> int | None:
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return None
     codegen, launches = (importlib.import_module(f"flashattn.{name}") for name in ("codegen", "launches"))  # above this
-    return sum(codegen.compile_for(launches.forward(capability=capability), capability).mma.values())
+    made = (launches.launch(pass_, capability=capability) for pass_ in ("forward", "dkdv", "dq"))
+    try:
+        return min(sum(codegen.compile_for(launch, capability).mma.values()) for launch in made)
+    except Exception:  # a Triton that is not known may not compile them, and raise whatever it likes
+        return None

@@ -199,6 +199,20 @@ def persistent(device):
     return Case(launch, c, a.double() @ b.double(), a.float() @ b.float(), sizes(a, b))
 
 
+@triton.jit
+def talkative_kernel(x_ptr, out_ptr, SIZE: tl.constexpr):
+    """Says in strings what the compiler's own text says: "tt.dot", and a layout of sm_80."""
+    rows = tl.arange(0, SIZE)
+    x = tl.load(x_ptr + rows[:, None] * SIZE + rows[None, :])
+    tl.device_print("%1 = tt.dot in versionMajor = 2, versionMinor = 0, tt.num_stages = 3 of cuda:80", rows)
+    tl.store(out_ptr + rows[:, None] * SIZE + rows[None, :], tl.dot(x, x))
+
+
+def talkative():
+    """A launch to compile."""
+    return Launch(talkative_kernel, 1, (torch.float16, torch.float32), {"SIZE": 32}, {"num_warps": 4})
+
+
 CASES = {
     "matmul": matmul,
     "softmax_matmul": softmax_matmul,

@@ -93,6 +93,31 @@ def test_report_on_any_kernel():
     assert "m64n64k16" in hopper["tensor cores"] and ", 0 cp.async" not in hopper["other PTX"]
 
 
+PUBLISHED = """
+import torch, triton, triton.language as tl
+from beside import SIZE
+DEVICE = triton.runtime.driver.active.get_active_torch_device()
+@triton.autotune([triton.Config({"BLOCK": 32}, num_warps=2), triton.Config({"BLOCK": 64})], key=["n"])
+@triton.heuristics({"EVEN": lambda args: args["n"] % 64 == 0})
+@triton.jit
+def kernel(x_ptr, n, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    offs = tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + offs[:, None] * n + offs[None, :])
+    tl.store(x_ptr + offs[:, None] * n + offs[None, :], tl.dot(x, x).to(tl.float16))
+"""
+
+
+def test_report_on_a_kernel_as_people_publish_it(tmp_path):
+    """Decorated, from a file that asks for the device and imports its neighbour."""
+    (tmp_path / "beside.py").write_text("SIZE = 1")
+    (tmp_path / "published.py").write_text(PUBLISHED)
+    first = command(f"{tmp_path}/published.py:kernel", "*fp16, i32", "EVEN=False")
+    assert first["shared memory"].endswith(" of 2 warps") and "16 m16n8k8" in first["tensor cores"]
+    larger = command(f"{tmp_path}/published.py:kernel", "*fp16, i32", "EVEN=False", "BLOCK=64", "num_warps=4")
+    assert "64 m16n8k8" in larger["tensor cores"]
+    assert "EVEN" in command(f"{tmp_path}/published.py:kernel", "*fp16, i32")
+
+
 def test_stock_code_of_a_release_without_turing():
     stock = command("forward", "head_dim=32", "--stock", release="3.6.0")
     assert stock["tensor cores"] == "none" and "tensor" not in stock["hottest loop"]
@@ -101,7 +126,12 @@ def test_stock_code_of_a_release_without_turing():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--arch", "sm_12", "forward"], "--arch: got sm_12, accepted are sm_70, sm_75"),
+        (["--arch", "sm_12", "forward"], "--arch: got sm_12, accepted are sm_75, sm_80"),
+        (["forward", "head_dim=300"], "ValueError: head_dim: got 300, accepted are 1 to 256"),
+        (["forward", "dtype=float17"], "ValueError: dtype: got float17, accepted are float16, bfloat16, float32"),
+        (["forward", "block=3"], "ValueError: tile: got block, accepted are block_m, block_n, num_warps"),
+        (["forward.py"], "forward.py: ValueError: accepted are forward, dkdv, dq, FILE.py:NAME and MODULE:NAME"),
+        (["json:dumps"], "json:dumps: is function, accepted is a Triton kernel"),
         (["nothing.py:kernel"], "nothing.py:kernel: "),
         (["forward", "head_dim=64", "causal"], "causal: a value is given as NAME=VALUE"),
         ([f"{MATMUL[0]}:matmul_kernel", "*half"], "*half: accepted are *fp16"),

@@ -65,6 +65,14 @@ def test_the_two_kinds_share_no_cache_entry(found):
     assert len(stock) == len(restored) == 1 and not stock & restored
 
 
+def test_tuning_is_kept_apart_too(found):
+    assert found["tuning"] == [[2, False], [4, True], [4, False]]
+
+
+def test_strings_of_a_kernel_are_its_own(found):
+    assert found["strings"]["mma"] > 0 and found["strings"]["kept"]
+
+
 def test_another_gpu_is_left_alone(found):
     before, enabled, beside = found["on_another_gpu"]
     assert before == enabled == beside
@@ -94,6 +102,7 @@ def test_status_counts_what_is_in_the_code(found):
     assert (t4["capability"], t4["path"], t4["enabled"]) == (75, "restored", False) and t4["mma"] > 0
     assert t4["words"].startswith("Tesla T4 (sm_75), Triton 3.") and f"; {t4['mma']} tensor-core" in t4["words"]
     assert (p100["path"], p100["mma"]) == (None, None) and "older than Turing" in p100["words"]
+    assert found["status"]["a Triton that fails"]["mma"] is None
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="there is a CUDA device")

@@ -8,12 +8,13 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import tempfile
 import warnings
 
 import torch
 import triton
-from foreign_kernels import CASES, OTHER_DOTS, other_dot
+from foreign_kernels import CASES, OTHER_DOTS, dots_kernel, other_dot, talkative
 
 from flashattn import codegen, turing
 
@@ -92,6 +93,31 @@ def switching():
 
 
 @check
+def strings():
+    """What the PTX of a kernel has, and is not to lose, beside its dot."""
+    kernel = codegen.compile_for(talkative(), 75)
+    text = bytes(int(code) for code in re.findall(r"\d+", "".join(re.findall(r"\.b8 [^{;]*\{([^}]*)\}", kernel.ptx))))
+    return {"mma": sum(kernel.mma.values()), "kept": b"versionMinor = 0, tt.num_stages = 3 of cuda:80" in text}
+
+
+@check
+def tuning():
+    """How many configurations were measured after each of three launches: stock, enabled, stock again."""
+    configs = [triton.Config({}, num_warps=warps) for warps in (4, 8)]
+    with codegen.target(75):
+        tuner = triton.autotune(configs, key=["SIZE"])(dots_kernel)
+        measured = []
+        tuner._bench = lambda *args, config, **kwargs: measured.append(config) or [config.num_warps] * 3
+        launch = CASES[ANYWHERE]("meta").launch
+        counts = []
+        for on in (False, True, False):
+            with turing.enable() if on else contextlib.nullcontext():
+                kernel = tuner.run(*launch.args, grid=(1,), warmup=True, **launch.constants)
+            counts.append([len(measured), mma(kernel) > 0])
+    return counts
+
+
+@check
 def on_another_gpu():
     launch = CASES[ANYWHERE]("meta").launch
     launch.options["num_stages"] = 2
@@ -158,6 +184,9 @@ def status():
         torch.cuda.get_device_capability = lambda capability=capability: capability
         seen = turing.status()
         found[name] = dataclasses.asdict(seen) | {"words": str(seen)}
+    torch.cuda.get_device_capability = lambda: (7, 5)
+    codegen.compile_for = None  # as under a Triton that cannot
+    found["a Triton that fails"] = dataclasses.asdict(turing.status())
     torch.cuda.is_available = lambda: False
     return found
 

@@ -1,7 +1,9 @@
 """Replace the README's tables by what the newest run folder of their GPU says.
 
 A table stands between <!-- table:GPU_MODE --> and <!-- /table:GPU_MODE -->, as in table:h200_forward: it is
-made from attention.csv of the newest results/<date>_<gpu>_<commit>/.
+made from attention.csv of the newest results/<date>_<gpu>_<commit>/, a full run before a quick one. Of the runs
+with a status.json only those count that run_status.feeds_tables() lets. <!-- table:GPU_MODE if any --> says so
+while there is no run; <!-- figure:GPU --> is the same run's attention.png.
 """
 
 import argparse
@@ -10,9 +12,11 @@ import sys
 from pathlib import Path
 
 import pandas as pd
+import run_status
 
+NONE_YET = "No complete run yet.\n"
 ROOT = Path(__file__).resolve().parents[1]
-BLOCK = re.compile(r"(<!-- table:(\S+) -->\n).*?(<!-- /table:\2 -->)", re.DOTALL)
+BLOCK = re.compile(r"(<!-- (table|figure):(\S+)( if any)? -->\n).*?(<!-- /\2:\3 -->)", re.DOTALL)
 COLUMNS = {
     "flashattn": "flashattn",
     "sdpa_flash": "SDPA FLASH",
@@ -21,17 +25,27 @@ COLUMNS = {
 }
 
 
+def runs(results: Path, gpu: str) -> list[Path]:
+    """attention.csv of each run folder of this GPU that counts: quick runs first, then the oldest first."""
+    dated = []
+    for path in results.glob(f"*_{gpu}_*/attention.csv"):
+        status = run_status.read(path.parent)
+        if status is None or run_status.feeds_tables(status):
+            full = status is None or status["parameters"].get("quick") is not True
+            dated.append((full, pd.read_csv(path, usecols=["date"])["date"].max(), path))
+    return [path for *_, path in sorted(dated)]
+
+
 def newest(results: Path, gpu: str) -> Path:
-    """attention.csv of the newest run folder of this GPU; raises ValueError where there is none."""
-    found = results.glob(f"*_{gpu}_*/attention.csv")
-    dated = [(pd.read_csv(path, usecols=["date"])["date"].max(), path) for path in found]
-    if not dated:
-        raise ValueError(f"table: got GPU {gpu!r}, and there is no {results.name}/*_{gpu}_*/attention.csv")
-    return max(dated)[1]
+    """The last of runs(); raises ValueError where there is none."""
+    found = runs(results, gpu)
+    if not found:
+        raise ValueError(f"table: got GPU {gpu!r}, and there is no {results.name}/*_{gpu}_*/attention.csv that counts")
+    return found[-1]
 
 
 def table(csv: Path, mode: str) -> str:
-    """The table of one mode in Markdown: TFLOP/s, and how many times SDPA FLASH flashattn is."""
+    """The table of one mode in Markdown: TFLOP/s, and how many times SDPA FLASH, or else EFFICIENT, flashattn is."""
     rows = pd.read_csv(csv, dtype=dict.fromkeys(("commit", "torch", "triton", "driver"), str))
     rows = rows[rows["mode"] == mode]
     if rows.empty:
@@ -39,13 +53,15 @@ def table(csv: Path, mode: str) -> str:
     run = rows.iloc[0]
     tflops = rows.pivot(index=["head_dim", "causal", "seqlen"], columns="provider", values="tflops")
     names = [name for name in COLUMNS if name in tflops]
+    other = "sdpa_flash" if tflops["sdpa_flash"].notna().any() else "sdpa_efficient"  # FLASH refuses Turing
+    ratio_to = COLUMNS[other].removeprefix("SDPA ")
     lines = [
-        f"| head dim | causal | length | {' | '.join(COLUMNS[name] for name in names)} | ratio to FLASH |",
+        f"| head dim | causal | length | {' | '.join(COLUMNS[name] for name in names)} | ratio to {ratio_to} |",
         "| ---: | :---: | ---: |" + " ---: |" * (len(names) + 1),
     ]
     for (head_dim, causal, seqlen), row in tflops.iterrows():
         cells = [_number(row[name], 0 if row.max() >= 100 else 1) for name in names]
-        ratio = _number(row["flashattn"] / row["sdpa_flash"], 2)
+        ratio = _number(row["flashattn"] / row[other], 2)
         lines.append(f"| {head_dim} | {'yes' if causal else 'no'} | {seqlen:,} | {' | '.join(cells)} | {ratio} |")
     tokens, width = _all(rows["batch"] * rows["seqlen"]), _all(rows["heads"] * rows["head_dim"])
     changed = " with uncommitted changes" if run["dirty"] == "yes" else ""
@@ -66,12 +82,25 @@ def _all(values: pd.Series) -> str:
     return " or ".join(f"{value:,}" for value in sorted(values.unique()))
 
 
+def figure(csv: Path) -> str:
+    """The figure beside a run's attention.csv, as Markdown; raises ValueError where it has none."""
+    path = csv.with_suffix(".png")
+    if not path.is_file():
+        raise ValueError(f"figure: {csv.parent.name} has no {path.name}")
+    gpu = pd.read_csv(csv, usecols=["gpu"]).iloc[0]["gpu"]
+    return f"![TFLOP/s over length, {gpu}](results/{path.parent.name}/{path.name})\n"
+
+
 def updated(readme: str, results: Path) -> str:
-    """The README's text with every table made anew."""
+    """The README's text with every table and figure made anew."""
 
     def block(match: re.Match) -> str:
-        gpu, _, mode = match[2].partition("_")
-        return match[1] + table(newest(results, gpu), mode) + match[3]
+        opening, kind, name, if_any, closing = match.groups()
+        gpu, _, mode = name.partition("_")
+        if if_any and not runs(results, gpu):
+            return opening + NONE_YET + closing
+        csv = newest(results, gpu)
+        return opening + (table(csv, mode) if kind == "table" else figure(csv)) + closing
 
     return BLOCK.sub(block, readme)
 

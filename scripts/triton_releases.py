@@ -52,7 +52,7 @@ def fetch(version: str) -> Path:
 
 
 def _install(version: str, target: Path) -> None:
-    options = ["--disable-pip-version-check", "--no-input", "--no-cache-dir", "--no-deps", "--no-compile"]
+    options = ["--disable-pip-version-check", "--no-color", "--no-input", "--no-cache-dir", "--no-deps", "--no-compile"]
     command = [sys.executable, "-m", "pip", "install", *options, "--only-binary=:all:", "--target", str(target)]
     done = subprocess.run([*command, f"triton=={version}"], capture_output=True, text=True)
     if done.returncode:

@@ -215,5 +215,6 @@ def test_readme_table_without_figures_is_an_error(readme, name, lacking, capsys)
     assert lacking in capsys.readouterr().err
 
 
+@pytest.mark.skipif(not [*ROOT.glob("results/*_*_*/")], reason="no results, as where the tree was pushed to Kaggle")
 def test_the_readme_is_in_step_with_results():
     assert readme_tables.main(["--check"]) == 0

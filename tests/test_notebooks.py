@@ -130,6 +130,7 @@ def test_tests_notebook(tmp_path):
     assert result["ok"] is True
     assert result["counts"]["passed"] >= 6 and result["counts"]["failed"] == 0
     assert "passed" in (tmp_path / "01_tests.log").read_text()
+    assert (tmp_path / "tests.xml").is_file()
 
 
 @pytest.mark.slow

@@ -1,0 +1,310 @@
+"""The `kaggle` command, as the push and the pull use it: run as a process, believed only where its words are clear.
+
+It alone reads the credentials. What it prints on failure is turned into a KaggleError, which says what to do.
+"""
+
+import contextlib
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+
+CALL_S = 600.0  # for one call of the command, which has no limit of its own
+STATE_S = 120.0
+PATIENCE_S = 1800.0  # how long no answer may make sense before waiting ends
+OUTPUT_ATTEMPTS = 10
+HEARTBEAT_S = 300.0  # the longest silence while waiting
+LONGEST_S = 13 * 3600.0  # Kaggle ends a session after 12 hours; the rest is for its queue
+LOG_LINES = 3
+
+ENDED = ("COMPLETE", "ERROR", "CANCEL_ACKNOWLEDGED")
+UNDER_WAY = {
+    "NEW_SCRIPT": "saved, not started yet",
+    "QUEUED": "waiting for one of Kaggle's GPUs",
+    "RUNNING": "on a GPU",
+    "CANCEL_REQUESTED": "being cancelled",
+}
+
+# What the command prints, whether asking again may help, and what else there is to do. The first that matches counts.
+REMEDIES = (
+    (
+        r"\b5\d\d Server Error|problem on Kaggle's side",
+        True,
+        "Kaggle has trouble of its own: try again later",
+    ),
+    (
+        r"Max retries exceeded|Connection ?(Error|refused|reset|aborted)|RemoteDisconnected|ProxyError|timed? ?out",
+        True,
+        "no connection to Kaggle: check the network, then try again",
+    ),
+    (r"\b429 Client Error|Too Many Requests", True, "Kaggle asks for fewer requests: try again in some minutes"),
+    (
+        r"Authentication required|\b401 Client Error",
+        False,
+        "no credentials that Kaggle accepts: run `kaggle auth login` in this environment, or save a token from "
+        "kaggle.com/settings/api as ~/.kaggle/access_token; or go by hand, with --dry-run (docs/running.md, Kaggle)",
+    ),
+    (r"\b404 Client Error", False, "Kaggle has no such kernel or version: check the address, OWNER/SLUG/VERSION"),
+    (
+        r"(?i)phone|verify your|verified",
+        False,
+        "verify your phone number at kaggle.com/settings: GPUs and the internet are for verified accounts",
+    ),
+    (
+        r"(?i)quota",
+        False,
+        "the week's GPU hours are used up: `kaggle quota` says when they come back; nothing was started",
+    ),
+    (
+        r"(?i)(max|limit|too many).*(session|batch|concurrent)|(session|batch).*(limit|max|cap)",
+        False,
+        "an account has two GPU sessions at most: wait for one to end, or stop one at kaggle.com, then push again",
+    ),
+    (r"No kernel name found", False, "the notebook has no metadata.kernelspec: restore kaggle/driver.ipynb from git"),
+    (
+        r"\b403 Client Error|Permission '[\w.]+' was denied",
+        False,
+        "Kaggle refuses access: check --owner and the address (`kaggle config view` prints your user name), and that "
+        "a new account's phone number is verified",
+    ),
+)
+
+
+class KaggleError(Exception):
+    """What the command said and what to do about it; passing where asking again may help."""
+
+    def __init__(self, said: str, what: str = ""):
+        lines = said.strip().splitlines() or ["nothing"]
+        said = plain(" ".join(lines[-1:] if lines[0].startswith("Traceback") else lines))
+        known = (entry[1:] for entry in REMEDIES if re.search(entry[0], said))
+        self.passing, remedy = next(known, (False, ""))
+        super().__init__("\n  ".join(filter(None, [f"{what or 'kaggle'} said: {said[:600]}", remedy])))
+
+
+def plain(text: str, width: int = 2000) -> str:
+    """On one line, without what could steer a terminal: the text is a server's."""
+    return "".join(c if c.isprintable() else " " for c in " ".join(text.split()))[:width]
+
+
+@dataclass(frozen=True)
+class Address:
+    """A kernel, and one version of it; None is the latest."""
+
+    owner: str
+    slug: str
+    version: int | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> "Address":
+        """Reads OWNER/SLUG, OWNER/SLUG/VERSION or a kernel's page; raises ValueError for anything else."""
+        name = re.sub(r"^https?://(www\.)?kaggle\.com/(code/)?", "", text.strip()).split("?")[0].rstrip("/")
+        found = re.fullmatch(r"([A-Za-z0-9][\w-]*)/([A-Za-z0-9][\w-]*)(?:/v?(\d{1,9}))?", name, re.ASCII)
+        if not found:
+            raise ValueError(f"address: got {text!r}, accepted are OWNER/SLUG, OWNER/SLUG/VERSION or the kernel's URL")
+        return cls(found[1], found[2], int(found[3]) if found[3] else None)
+
+    def __str__(self) -> str:
+        return "/".join(map(str, filter(None, (self.owner, self.slug, self.version))))
+
+    @property
+    def page(self) -> str:
+        return f"https://www.kaggle.com/code/{self.owner}/{self.slug}"
+
+
+def environment() -> dict[str, str]:
+    """This process's, less what makes the command print the Authorization header."""
+    kept = {key: value for key, value in os.environ.items() if key not in ("VERBOSE", "VERBOSE_OUTPUT")}
+    return kept | {"PYTHONUTF8": "1", "PYTHONUNBUFFERED": "1"}  # logs are UTF-8 whatever the terminal; lines at once
+
+
+def command() -> str:
+    """The `kaggle` of this environment, else of the PATH; raises KaggleError without one."""
+    found = shutil.which("kaggle", path=Path(sys.executable).parent) or shutil.which("kaggle")
+    if not found:
+        raise KaggleError(
+            "command not found: install kaggle==2.2.5 and six into the environment that FLASHATTN_PYTHON names, "
+            "or go by hand, with --dry-run (docs/running.md, Kaggle)"
+        )
+    return found
+
+
+def call(*args: str, limit_s: float = CALL_S, watch: Callable[[], None] = lambda: None) -> str:
+    """Run the command and return what it printed; raises KaggleError where it fails or takes longer than limit_s.
+
+    `watch` is called meanwhile; what it raises ends the command.
+    """
+    process = subprocess.Popen(
+        [command(), "--no-warn", *args],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=environment(),
+        text=True,
+        encoding="utf-8",
+        errors="replace",
+    )
+    what = f"`kaggle {' '.join(args[:2])}`"
+    start = monotonic()
+    try:
+        while True:
+            try:
+                said = process.communicate(timeout=0.2)[0]
+                break
+            except subprocess.TimeoutExpired:
+                watch()
+                if monotonic() - start > limit_s:
+                    raise KaggleError(f"nothing for {limit_s:.0f} s: timed out", what) from None
+    finally:
+        if process.poll() is None:
+            process.kill()
+            process.wait()
+    if process.returncode:
+        raise KaggleError(said, what)
+    return said
+
+
+def user() -> str:
+    """The name of the account, as the command knows it."""
+    said = call("config", "view", limit_s=STATE_S)
+    found = re.search(r"^- username: ([A-Za-z0-9][\w-]*)$", said, re.MULTILINE)
+    if not found:
+        raise KaggleError(said + " (no user name: give --owner)", "`kaggle config view`")
+    return found[1]
+
+
+def gpu_hours_left() -> tuple[float, str]:
+    """GPU hours left this week, and when they come back; (inf, "") where Kaggle does not say."""
+    with contextlib.suppress(KaggleError, StopIteration, ValueError):
+        rows = [line.split(",") for line in call("quota", "--csv", limit_s=STATE_S).splitlines()]
+        names = next(row for row in rows if "remaining" in row)
+        gpu = dict(zip(names, next(row for row in rows if row[0] == "GPU"), strict=True))
+        return float(gpu["remaining"].rstrip("h")), gpu["refreshAt"]
+    return float("inf"), ""
+
+
+def push(folder: Path, limit_s: float) -> Address:
+    """Push a folder, to run for limit_s at most; returns the address that Kaggle gave it.
+
+    The command exits with 0 where Kaggle refuses: only its "successfully pushed" is a success.
+    """
+    said = call("kernels", "push", "-p", str(folder), "-t", str(int(limit_s)))
+    found = re.search(r"Kernel version (\d+) successfully pushed\.\s+.*?(https?://\S+)", said)
+    if not found:
+        raise KaggleError(said, "`kaggle kernels push`")
+    page = re.search(r"/(?:code/)?([\w-]+/[\w-]+)/?(?:\?\S*)?$", found[2])
+    if not page:
+        raise KaggleError(said, "`kaggle kernels push`")
+    return Address.parse(f"{page[1]}/{found[1]}")
+
+
+def state(address: Address) -> tuple[str, str]:
+    """(QUEUED or another status word, Kaggle's message on a failure); raises KaggleError for anything else."""
+    said = call("kernels", "status", str(address), limit_s=STATE_S)
+    found = re.search(r'has status "(?:KernelWorkerStatus\.)?(\w+)"', said)
+    word = re.sub(r"(?<=[a-z])(?=[A-Z])", "_", found[1]).upper() if found else ""  # cancelAcknowledged, too
+    if word not in ENDED and word not in UNDER_WAY:
+        raise KaggleError(said, "`kaggle kernels status`")
+    failure = re.search(r'Failure message: "(.*)"', said, re.DOTALL)
+    return word, plain(failure[1], 300) if failure else ""
+
+
+def output(address: Address, folder: Path, pattern: str, watch: Callable[[], None], poll_s: float) -> None:
+    """Download the output files whose names match, and the log, as SLUG.log, into an empty folder."""
+    arguments = ["-p", str(folder), "-o", "-q", "--page-size", "200", "--file-pattern", pattern]
+    for attempt in range(1, OUTPUT_ATTEMPTS + 1):
+        try:
+            call("kernels", "output", str(address), *arguments, limit_s=3 * CALL_S, watch=watch)
+            return
+        except KaggleError as error:
+            if not error.passing or attempt == OUTPUT_ATTEMPTS:
+                raise
+            print(f"no output yet, asking again: {str(error).splitlines()[0]}", flush=True)
+            sleep(poll_s)
+
+
+class Log:
+    """The last lines of a running kernel, followed by a process of its own."""
+
+    def __init__(self, address: Address):
+        self._lines: deque[str] = deque(maxlen=LOG_LINES)
+        self._process = subprocess.Popen(
+            [command(), "--no-warn", "kernels", "logs", "--follow", str(address)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment(),
+            text=True,
+            encoding="utf-8",
+            errors="replace",
+        )
+        self._reader = threading.Thread(target=self._read, daemon=True)
+        self._reader.start()
+
+    def _read(self) -> None:
+        with self._process.stdout as lines:
+            for line in lines:
+                if text := plain(line, 160):
+                    self._lines.append(text)
+
+    def news(self) -> list[str]:
+        """The last lines since the last call."""
+        lines = []
+        while self._lines:
+            lines.append(self._lines.popleft())
+        return lines
+
+    def close(self, grace_s: float = 0.0) -> None:
+        """End it, after grace_s at most in which the last lines may come."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace_s)
+        self._process.kill()
+        self._process.wait()
+        self._reader.join()
+
+
+def wait(
+    address: Address, poll_s: float, patience_s: float = PATIENCE_S, longest_s: float = LONGEST_S
+) -> tuple[str, str]:
+    """Watch a run until it ends, printing its state and last log lines; returns state()'s last answer.
+
+    Trouble is asked about again, for patience_s: a 5xx tells nothing about the run. Raises KaggleError after that,
+    after longest_s, and at once where already the first answer is one that asking again does not change.
+    """
+    start = told = answered = monotonic()
+    known = False
+    shown, log = "", None
+    try:
+        while True:
+            line = ""
+            try:
+                word, message = state(address)
+                answered, known = monotonic(), True
+                line = word if word in ENDED else f"{word}: {UNDER_WAY[word]}"
+            except KaggleError as error:
+                if not (error.passing or known) or monotonic() - answered > patience_s:
+                    raise
+                word, line = "", f"no answer, asking again: {str(error).splitlines()[0]}"
+            if word == "RUNNING" and log is None:
+                log = Log(address)
+            if log and word in ENDED:
+                log.close(grace_s=10.0)
+            news = log.news() if log else []
+            if line != shown or news or monotonic() - told > HEARTBEAT_S:
+                print(f"[{(monotonic() - start) / 60:4.0f} min] {line}", *(f"    {text}" for text in news), sep="\n")
+                sys.stdout.flush()
+                shown, told = line, monotonic()
+            if word in ENDED:
+                return word, message
+            if monotonic() - start > longest_s:
+                raise KaggleError(f"{word or 'nothing'} after {longest_s / 3600:.1f} hours: stop it at {address.page}")
+            sleep(poll_s)
+    finally:
+        if log:
+            log.close()

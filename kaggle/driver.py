@@ -180,10 +180,11 @@ class Run:
     def fetch(self, triton: str) -> None:
         """A Triton release, for the pass that is named after it."""
         child = self.preparation(f"Triton {triton}", "scripts/triton_releases.py", triton)
-        if child.failure:
+        release = Path(child.last_line or ".")
+        if child.failure or not (release / "triton" / "__init__.py").is_file():  # else the image's own would be taken
             self.unfetched[triton] = child.last_line or f"Triton {triton} cannot be fetched: {child.failure}"
         else:
-            self.releases[triton] = Path(child.last_line)
+            self.releases[triton] = release
 
     def preparation(self, name: str, *arguments: str) -> Child:
         """Run a child to its end, be it good or bad."""
@@ -254,10 +255,12 @@ class Run:
         step.seconds = round(child.seconds, 1)
         step.state = "timed out" if child.timed_out else "failed" if child.failure else "passed"
         result = self.folder(step) / f"{step.name}.json"
+        said = child.last_line if child.failure else ""
         if result.is_file():  # the tuner leaves none, and a notebook whose last cell was not reached
-            said = ", ".join(f"{count} {name}" for name, count in json.loads(result.read_text())["counts"].items())
-        else:
-            said = child.last_line if child.failure else ""
+            try:
+                said = ", ".join(f"{count} {name}" for name, count in json.loads(result.read_text())["counts"].items())
+            except (OSError, ValueError, KeyError, TypeError, AttributeError):
+                step.state, said = "failed", f"{result.name} is damaged"
         step.note = ": ".join(filter(None, (child.failure, said)))
         self.log(f"{step}: {step.state}, {step.seconds:.0f} s{step.note and ', '}{step.note}")
 
@@ -293,7 +296,7 @@ class Run:
         try:
             partial.write_text(json.dumps(self.status, indent=2, default=repr) + "\n")
             partial.replace(self.output / "status.json")
-        except OSError as error:
+        except Exception as error:  # nothing may escape: see run()
             self.log(f"status.json cannot be written: {error}")
 
     def end(self, state: str, reason: str = "") -> None:
@@ -311,7 +314,7 @@ class Run:
                     if file.is_file() and file.suffix in KINDS:
                         archive.write(file, file.relative_to(self.output))
             self.log(f"all that it has left is in {path}")
-        except OSError as error:
+        except Exception as error:
             self.log(f"there is no zip file: {error}; the files are in {self.output}")
 
 

@@ -112,7 +112,11 @@ def _files(root: Path, made_of: Manifest) -> dict[str, bytes]:
     """The files of the commit, or of a dirty tree those that git tracks, by name."""
     if made_of.dirty:
         names = _git(root, "ls-files", "-z").decode().split("\0")
-        files = {name: (root / name).read_bytes() for name in names if (root / name).is_file()}
+        files = {
+            name: (root / name).read_bytes()
+            for name in names
+            if (root / name).is_file() and not (root / name).is_symlink()
+        }
     else:
         with tarfile.open(fileobj=io.BytesIO(_git(root, "archive", "--format=tar", made_of.commit))) as tar:
             files = {member.name: tar.extractfile(member).read() for member in tar if member.isfile()}

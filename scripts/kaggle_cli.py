@@ -83,6 +83,7 @@ class KaggleError(Exception):
     def __init__(self, said: str, what: str = ""):
         lines = said.strip().splitlines() or ["nothing"]
         said = plain(" ".join(lines[-1:] if lines[0].startswith("Traceback") else lines))
+        said = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", said)  # a signed address is a key
         known = (entry[1:] for entry in REMEDIES if re.search(entry[0], said))
         self.passing, remedy = next(known, (False, ""))
         super().__init__("\n  ".join(filter(None, [f"{what or 'kaggle'} said: {said[:600]}", remedy])))

@@ -308,7 +308,12 @@ def take_in(
         raise ValueError("README.md: has changes of your own: commit them first, or give --no-commit")
     (folder / "README.md").write_text(report(status, origin, folder))
     target, new = place(folder, status, root / "results")
-    regenerate(root)
+    try:
+        regenerate(root)
+    except Exception as error:  # what is made of all runs must not fail from now on because of this one
+        if new:
+            shutil.rmtree(target)
+        raise ValueError(f"results/{target.name}: the README cannot be made with it: {error}") from error
     print(f"results/{target.name}/: {run_status.marks(status)}" + " (it was here already)" * (not new))
     for step in status["steps"]:
         print("   ", kaggle_cli.plain(" ".join(str(step.get(n, "")) for n in ("name", "triton", "state", "note")), 200))

@@ -26,12 +26,14 @@ COLUMNS = {
 
 
 def runs(results: Path, gpu: str) -> list[Path]:
-    """attention.csv of each run folder of this GPU that counts: quick runs first, then the oldest first."""
+    """attention.csv of each run folder of this GPU that counts: partial benchmarks first, then the oldest first."""
     dated = []
     for path in results.glob(f"*_{gpu}_*/attention.csv"):
         status = run_status.read(path.parent)
         if status is None or run_status.feeds_tables(status):
-            full = status is None or status["parameters"].get("quick") is not True
+            told = {} if status is None else status["parameters"]
+            # other lengths or modes than the benchmark's own make it a part, too
+            full = told.get("quick") is not True and "02_benchmark" not in told.get("notebook_parameters", {})
             dated.append((full, pd.read_csv(path, usecols=["date"])["date"].max(), path))
     return [path for *_, path in sorted(dated)]
 

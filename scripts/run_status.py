@@ -82,5 +82,5 @@ def gpu_name(status: dict) -> str:
 
 def folder_name(status: dict) -> str:
     """<date>_<gpu>_<commit>, such as 2026-11-29_h200_e652114."""
-    gpu = re.match(r"[a-z0-9]*", gpu_name(status).lower().split()[-1])[0] or "unknown"
+    gpu = re.match(r"[a-z0-9]*", (gpu_name(status).lower().split() or [""])[-1])[0] or "unknown"
     return f"{status['started'][:10]}_{gpu[:20]}_{status['commit'][:7]}"

@@ -39,7 +39,12 @@ Path(sys.argv[1]).write_text(json.dumps({"gpus": gpus, "torch": "2.10.0", "trito
 """,
     "pip/__main__.py": "",
     "flashattn/doctor.py": "print('Nothing is wrong.')",
-    "scripts/triton_releases.py": "print(root / 'releases' / sys.argv[1])",
+    "scripts/triton_releases.py": """
+package = root / "releases" / sys.argv[1] / "triton"
+package.mkdir(parents=True, exist_ok=True)
+(package / "__init__.py").touch()
+print(package.parent)
+""",
     "scripts/tune.py": """
 folder = Path(os.environ["FLASHATTN_CACHE_DIR"])
 folder.mkdir(exist_ok=True)

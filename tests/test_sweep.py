@@ -119,7 +119,7 @@ def test_a_release_that_cannot_be_had_is_a_row(child, monkeypatch, capsys):
     assert capsys.readouterr().out.count(why) == 1
     judged = sweep_triton.verdict(pd.DataFrame(rows))
     assert judged == {
-        "ok": False,
+        "ok": True,
         "counts": {"releases": 1, "not to be had": 1, "kernels with tensor cores": 1, "without": 0},
     }
 

@@ -8,6 +8,7 @@ from children import ROOT, environment
 
 pytestmark = [
     pytest.mark.skipif(sys.platform == "win32", reason="needs bash"),
+    pytest.mark.skipif(not (ROOT / ".git").exists(), reason="this tree is no checkout"),
     pytest.mark.slow,
 ]
 

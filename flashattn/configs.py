@@ -20,6 +20,8 @@ import torch
 from . import turing
 
 PASSES = ("forward", "dkdv", "dq")
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+MAX_HEAD_DIM = 256
 
 
 FUSED = {"enable_fp_fusion": True}  # products and sums in one FFMA: said, since Triton 3.10 is to change the default

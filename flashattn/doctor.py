@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 
 from . import configs, interface, measure, turing
+from .turing import release
 
 NOTEBOOKS = {"Kaggle": "KAGGLE_KERNEL_RUN_TYPE", "Colab": "COLAB_RELEASE_TAG"}  # by a variable that is set there
 ANOTHER_GPU = {
@@ -90,12 +91,6 @@ class Finding:
 
 
 # From facts to what is wrong -----------------------------------------------------------------------------------------
-
-
-def release(version: str) -> tuple[int, ...]:
-    """(3, 6, 0) for "3.6.0", "3.6.0+git1234" and "3.6.0.post22"; () for what is no version."""
-    found = re.match(r"\d+(\.\d+)*", version)
-    return tuple(map(int, found[0].split(".")))[:3] if found else ()
 
 
 def _no_gpu(f: Facts) -> Iterator[Finding]:

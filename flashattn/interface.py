@@ -8,9 +8,8 @@ import warnings
 import torch
 
 from .autograd import attend
+from .configs import DTYPES, MAX_HEAD_DIM
 
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_HEAD_DIM = 256
 BACKENDS = ("auto", "triton", "reference")
 SMALLEST_SCALE, LARGEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
 HAS_TRITON = importlib.util.find_spec("triton") is not None

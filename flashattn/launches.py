@@ -6,7 +6,7 @@ from functools import partial
 import torch
 
 from .codegen import Launch
-from .configs import TILES, Device, Tile, padded_head_dim
+from .configs import DTYPES, MAX_HEAD_DIM, TILES, Device, Tile, padded_head_dim
 
 
 def shipped_tiles(pass_: str, head_dim: int, dtype: torch.dtype, capability: int = 75) -> tuple[Tile, ...]:
@@ -35,9 +35,9 @@ def launch(
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     fields = [field.name for field in dataclasses.fields(Tile)]
     for name, value, good, accepted in (
-        ("head_dim", head_dim, head_dim in range(1, 257), "1 to 256"),
+        ("head_dim", head_dim, head_dim in range(1, MAX_HEAD_DIM + 1), f"1 to {MAX_HEAD_DIM}"),
         ("causal", causal, isinstance(causal, bool), "True, False"),
-        ("dtype", dtype, dtype in (torch.float16, torch.bfloat16, torch.float32), "float16, bfloat16, float32"),
+        ("dtype", dtype, dtype in DTYPES, "float16, bfloat16, float32"),
         ("tile", ", ".join(tile_fields), set(tile_fields) <= set(fields), ", ".join(fields)),
     ):
         if not good:

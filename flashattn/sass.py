@@ -3,10 +3,10 @@
 nvdisasm and cuobjdump come with Triton's wheel.
 """
 
-import os
 import re
 import subprocess
 import tempfile
+from collections import Counter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -44,12 +44,10 @@ def _tool(name: str, *arguments: str, cubin: bytes) -> str:
     import triton
 
     path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
-    with tempfile.NamedTemporaryFile(suffix=".cubin", delete=False) as file:
-        file.write(cubin)
-    try:
-        done = subprocess.run([path, *arguments, file.name], capture_output=True, text=True)
-    finally:
-        os.unlink(file.name)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "kernel.cubin")
+        file.write_bytes(cubin)
+        done = subprocess.run([path, *arguments, file], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
@@ -94,11 +92,7 @@ def hottest_loop(instructions: list[Instruction]) -> list[Instruction]:
 
 def pipe_mix(loop: list[Instruction]) -> dict[str, int]:
     """Instructions a warp issues to each pipe in one turn of a loop, the busiest first."""
-    counts: dict[str, int] = {}
-    for instruction in loop:
-        pipe = pipe_of(instruction.name)
-        counts[pipe] = counts.get(pipe, 0) + 1
-    return dict(sorted(counts.items(), key=lambda item: -item[1]))
+    return dict(Counter(pipe_of(instruction.name) for instruction in loop).most_common())
 
 
 def resource_usage(cubin: bytes) -> tuple[int, int]:

@@ -18,6 +18,7 @@ import re
 import sys
 import tempfile
 import warnings
+from pathlib import Path
 
 import torch
 
@@ -35,16 +36,22 @@ def triton_version() -> str:
     return triton.__version__
 
 
+def release(version: str) -> tuple[int, ...]:
+    """(3, 6, 0) for "3.6.0", "3.6.0+git1234" and "3.6.0.post22"; () for what is no version."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    return tuple(map(int, found[0].split(".")))[:3] if found else ()
+
+
 def code_path(capability: int) -> str:
     """How fp16 dots of the library's kernels compile for a compute capability under this Triton.
 
     "stock": as Triton does it, on tensor cores where the GPU has them. "restored": on Turing's tensor cores, by this
     module. "scalar": on the FMA units, since this Triton leaves the GPU's tensor cores out.
     """
-    release = re.findall(r"\d+", triton_version())[:3]  # a build may add more: 3.5.1.post22
-    if capability >= 80 or tuple(map(int, release)) < (3, 3):
+    triton = release(triton_version())
+    if capability >= 80 or triton < (3, 3):
         return "stock"
-    return "restored" if capability == 75 and ".".join(release) in RESTORED else "scalar"
+    return "restored" if capability == 75 and ".".join(map(str, triton)) in RESTORED else "scalar"
 
 
 def compile_options(capability: int, restored: bool = True) -> dict[str, bool]:
@@ -142,12 +149,10 @@ def _restore(backend, stages, options) -> None:
 def _parsed(text: str, context):
     from triton._C.libtriton import ir
 
-    with tempfile.NamedTemporaryFile("w", suffix=".mlir", delete=False) as file:
-        file.write(text)
-    try:
-        module = ir.parse_mlir_module(file.name, context)
-    finally:
-        os.unlink(file.name)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "module.mlir")
+        file.write_text(text)
+        module = ir.parse_mlir_module(str(file), context)
     module.context = context  # which has to live as long as the module does
     return module
 

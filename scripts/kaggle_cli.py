@@ -136,21 +136,26 @@ def command() -> str:
     return found
 
 
-def call(*args: str, limit_s: float = CALL_S, watch: Callable[[], None] = lambda: None) -> str:
-    """Run the command and return what it printed; raises KaggleError where it fails or takes longer than limit_s.
-
-    `watch` is called meanwhile; what it raises ends the command.
-    """
-    process = subprocess.Popen(
+def _started(*args: str, stderr: int) -> subprocess.Popen:
+    """The command with these arguments, and its output in a pipe."""
+    return subprocess.Popen(
         [command(), "--no-warn", *args],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        stderr=stderr,
         env=environment(),
         text=True,
         encoding="utf-8",
         errors="replace",
     )
+
+
+def call(*args: str, limit_s: float = CALL_S, watch: Callable[[], None] = lambda: None) -> str:
+    """Run the command and return what it printed; raises KaggleError where it fails or takes longer than limit_s.
+
+    `watch` is called meanwhile; what it raises ends the command.
+    """
+    process = _started(*args, stderr=subprocess.STDOUT)
     what = f"`kaggle {' '.join(args[:2])}`"
     start = monotonic()
     try:
@@ -235,16 +240,7 @@ class Log:
 
     def __init__(self, address: Address):
         self._lines: deque[str] = deque(maxlen=LOG_LINES)
-        self._process = subprocess.Popen(
-            [command(), "--no-warn", "kernels", "logs", "--follow", str(address)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment(),
-            text=True,
-            encoding="utf-8",
-            errors="replace",
-        )
+        self._process = _started("kernels", "logs", "--follow", str(address), stderr=subprocess.DEVNULL)
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
 

@@ -482,6 +482,37 @@ def test_figure_of_the_newest_run(tmp_path):
     assert readme_tables.updated(text, tmp_path / "results") == text.replace("old", shown)
 
 
+def test_blocks_of_a_readme_for_runs_still_to_come(tmp_path):
+    """They say that there is none, then show it; a run without the mode or the figure is passed over."""
+    results, table, figure = tmp_path / "results", "table:t4_forward", "figure:t4"
+    results.mkdir()
+    text = "".join(f"<!-- {name} if any -->\n<!-- /{name} -->\n" for name in (table, figure))
+    none_yet = readme_tables.updated(text, results)
+    assert "\nNo complete run yet.\n" in none_yet and "\n**No figure here is from a T4 yet**" in none_yet
+
+    def add(name, csv, *others):
+        (results / name).mkdir()
+        (results / name / "attention.csv").write_bytes(csv)
+        for other in others:
+            (results / name / other).touch()
+
+    add("2026-12-01_t4_aaaaaaa", csv_of().replace(b"forward", b"backward"))
+    shown = readme_tables.updated(none_yet, results)
+    assert "\nNo complete run yet.\n" in shown and f"<!-- {figure} if any -->\n<!-- /{figure} -->" in shown
+    add("2026-12-02_t4_bbbbbbb", csv_of(tflops=20.5), "attention.png")
+    add("2026-12-03_t4_ccccccc", csv_of().replace(b"forward", b"backward").replace(b"12-02T10:10", b"12-03T10:10"))
+    shown = readme_tables.updated(none_yet, results)
+    assert "| 20.5 |" in shown and "(results/2026-12-02_t4_bbbbbbb/attention.png)" in shown and " yet" not in shown
+    assert readme_tables.updated(shown, results) == shown
+
+
+def test_the_readme_shows_a_t4_once_there_is_one():
+    text = (ROOT / "README.md").read_text()
+    for name in ("figure:t4", "table:t4_forward", "table:t4_forward+backward"):
+        assert f"<!-- {name} if any -->" in text
+    assert "figure here is from" not in readme_tables.BLOCK.sub("", text)
+
+
 @pytest.mark.skipif(not [*ROOT.glob("results/*_*_*/")], reason="no results, as where the tree was pushed to Kaggle")
 def test_the_index_is_in_step_with_results():
     assert results_index.main(["--check"]) == 0

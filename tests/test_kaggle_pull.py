@@ -293,6 +293,49 @@ def test_zip_brought_by_hand(repo, service, tmp_path, capfd, prefix):
     assert service.requests == []  # no account is needed
 
 
+ELSEWHERE = [
+    ".virtual_documents/__notebook_source__.ipynb",
+    "__notebook__.ipynb",
+    "a folder/b/c/d/e/übung.json",
+    "flashattn_run.zip",
+    "/tmp/evil.txt",
+    "../evil.txt",
+    "run/.ipynb_checkpoints/01_tests-checkpoint.ipynb",
+    "run/deep/er/and/deeper/core.bin",
+]
+
+
+@pytest.mark.parametrize("around", ["", "my download (1)/"])
+def test_zip_with_other_things_beside_the_run(repo, tmp_path, capfd, around):
+    files = {f"{around}{name}": data for name, data in loose(files_of(status_of(repo))).items()}
+    others = {(name if name[0] in "/." else around + name): b"evil" for name in ELSEWHERE}
+    archive = tmp_path / "output.zip"
+    archive.write_bytes(zipped(others | files))
+    assert pull(repo, "--zip", str(archive)) == 0
+    assert f"left out, as no part of a run: {len(others)}, such as" in capfd.readouterr().out
+    (name,) = placed(repo)
+    folder = repo / "results" / name
+    came = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert came == set(files_of({})) | {"README.md"}
+    assert not [path for path in tmp_path.rglob("*") if "vil" in path.name]
+
+
+@pytest.mark.parametrize("name", ["run/a/b/c/evil.txt", "run/../evil.bin", "run//evil.txt", "run/C:\\evil.txt"])
+def test_zip_with_hostile_names_in_the_run(repo, tmp_path, capfd, name):
+    archive = tmp_path / "output.zip"
+    archive.write_bytes(zipped(loose(files_of(status_of(repo))) | {"__notebook__.ipynb": b"", name: b"evil"}))
+    assert pull(repo, "--zip", str(archive)) == 1
+    assert "name: got" in capfd.readouterr().err and placed(repo) == []
+
+
+def test_zip_with_no_run_or_one_too_deep(repo, tmp_path, capfd):
+    archive = tmp_path / "output.zip"
+    for folder in ("a/b/c/d/", ".hidden/", "../", "/"):
+        archive.write_bytes(zipped({folder + name: data for name, data in files_of(status_of(repo)).items()}))
+        assert pull(repo, "--zip", str(archive)) == 1
+        assert "status.json: is not there: this is no run" in capfd.readouterr().err and placed(repo) == []
+
+
 def test_truncated_zip(repo, tmp_path, capfd):
     whole = zipped(files_of(status_of(repo)))
     archive = tmp_path / "run.zip"
@@ -314,7 +357,7 @@ def test_truncated_zip_of_a_server_gives_way_to_loose_files(repo, service, capfd
     assert "trying the loose files" in capfd.readouterr().err and len(placed(repo)) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in HOSTILE if not name.endswith(".sh")])
+@pytest.mark.parametrize("name", [name for name in HOSTILE if not name.endswith(".sh") and "/.git/" not in name])
 def test_zip_with_hostile_names(repo, tmp_path, capfd, name):
     archive = tmp_path / "run.zip"
     archive.write_bytes(zipped(files_of(status_of(repo)) | {name: b"evil"}))

@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path, PurePosixPath
+from time import sleep
 
 import kaggle_cli
 import readme_tables
@@ -365,17 +366,27 @@ def pull(
     with tempfile.TemporaryDirectory(dir=local) as temporary:
         folder = Path(temporary, "run")
         folder.mkdir()
-        log, left_out = fetch(address, folder, poll_s)
-        if left_out:
-            print("left out, of no known kind:", *(kaggle_cli.plain(name, 100) for name in left_out[:20]))
+        for attempt in range(1, kaggle_cli.OUTPUT_ATTEMPTS + 1):
+            log, left_out = fetch(address, folder, poll_s)
+            if (folder / run_status.FILE).is_file() or word != "COMPLETE" or attempt == kaggle_cli.OUTPUT_ATTEMPTS:
+                break
+            print(f"{word}, and no {run_status.FILE} yet: the output may be still to come, asking again", flush=True)
+            sleep(poll_s)
+            shutil.rmtree(folder)
+            folder.mkdir()
+        tell(left_out)
         if not (folder / run_status.FILE).is_file():
             kept = local / f"{address.owner}_{address.slug}_v{address.version or 'latest'}.log"
             kept.write_text(log, encoding="utf-8")
             lines = [f"    {kaggle_cli.plain(line, 160)}" for line in log.strip().splitlines()[-10:]]
+            why = "it drops what a run left that failed or was cancelled, so that there is nothing to take in"
+            if word == "COMPLETE":
+                why = f"see {address.page}: where the output is there, pull again, or download all of it for --zip"
             raise ValueError(
-                f"{address}: Kaggle says {word}{': ' + message if message else ''}, and no {run_status.FILE} came: it "
-                "drops what a run left that failed or was cancelled, so that there is nothing to take in. The log is "
-                f"in {kept.relative_to(root)}" + (" and ends so:\n" if lines else ", and is empty") + "\n".join(lines)
+                f"{address}: Kaggle says {word}{': ' + message if message else ''}, and no {run_status.FILE} came: "
+                f"{why}. The log is in {kept.relative_to(root)}"
+                + (" and ends so:\n" if lines else ", and is empty")
+                + "\n".join(lines)
             )
         (folder / "kaggle.log").write_text(log, encoding="utf-8")
         return take_in(folder, root, source(address, word), record, commit_of, committing)
@@ -395,7 +406,7 @@ def finish(
     if record and address.version is None:
         address = Address(address.owner, address.slug, record["version"])
     if waiting:
-        ended = kaggle_cli.wait(address, poll_s)
+        ended = kaggle_cli.wait(address, poll_s, pushed=record is not None)
     else:
         ended = kaggle_cli.state(address)
         if (word := ended[0]) not in kaggle_cli.ENDED:
@@ -448,7 +459,7 @@ def main(argv: Iterable[str] | None = None, root: Path = ROOT) -> int:
             address = Address(record["owner"], record["slug"], record["version"])
         return finish(address, root, waiting=not args.no_wait, poll_s=args.poll, **options)
     except (KaggleError, ValueError) as error:
-        print(f"kaggle_pull: {error}", file=sys.stderr)
+        print("\n".join([f"kaggle_pull: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nkaggle_pull: stopped; the run goes on. The same command picks it up again.", file=sys.stderr)

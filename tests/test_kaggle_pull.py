@@ -1,5 +1,6 @@
 """The way back from Kaggle: what a run that ended in any way leaves in results/, by the real command."""
 
+import functools
 import json
 import os
 import stat
@@ -153,6 +154,35 @@ def test_output_that_kaggle_dropped(repo, service, capfd, word):
     assert placed(repo) == [] and clean(repo)
 
 
+@pytest.mark.parametrize("late", [[], ["run/01_tests.json"]], ids=["no file", "no status"])
+def test_output_that_comes_after_the_state(repo, service, capfd, late):
+    files = loose(files_of(status_of(repo)))
+    archive = {kaggle_pull.ARCHIVE: zipped(files_of(status_of(repo)))}
+    service.runs = [Run(["COMPLETE"], files | archive, late=[late] * 4)]  # two listings make one attempt
+    assert pull(repo, f"{ADDRESS}/1") == 0
+    assert capfd.readouterr().out.count("may be still to come, asking again") == 2
+    (name,) = placed(repo)
+    assert (repo / "results" / name / "attention.csv").is_file() and clean(repo)
+
+
+@pytest.mark.parametrize("method", ["ListKernelSessionOutput", "GET"])
+def test_output_that_is_refused_at_first(repo, service, capfd, method):
+    service.runs = [Run(["COMPLETE"], {kaggle_pull.ARCHIVE: zipped(files_of(status_of(repo)))})]
+    service.trouble = {method: [404, 403]}  # GET: a signed address that has run out; the next listing has another
+    assert pull(repo, f"{ADDRESS}/1") == 0
+    assert capfd.readouterr().out.count("no output yet, asking again") == 2 and len(placed(repo)) == 1
+
+
+def test_output_that_never_comes(repo, service, capfd, monkeypatch):
+    monkeypatch.setattr(kaggle_cli, "OUTPUT_ATTEMPTS", 2)
+    service.runs = [Run(["COMPLETE"], log=["the driver is done\n"])]
+    assert pull(repo, f"{ADDRESS}/1") == 1
+    err = capfd.readouterr().err
+    assert "Kaggle says COMPLETE, and no status.json came: see https://www.kaggle.com/code/" in err
+    assert "    the driver is done" in err and "failed or was cancelled" not in err
+    assert len(service.asked("ListKernelSessionOutput")) == 4 and placed(repo) == []
+
+
 def test_trouble_is_asked_about_again(repo, service, capfd):
     service.runs = [Run(["RUNNING", "COMPLETE"], {kaggle_pull.ARCHIVE: zipped(files_of(status_of(repo)))})]
     service.trouble = {"GetKernelSessionStatus": [500, 502, 503], "ListKernelSessionOutput": [500], "GET": [503]}
@@ -174,12 +204,42 @@ def test_waiting_has_an_end(service):
         kaggle_cli.wait(kaggle_cli.Address.parse(ADDRESS), 0.05, longest_s=1.0)
 
 
-def test_refused_access_is_said_at_once(repo, service, capfd):
-    service.runs = [Run()]
-    service.trouble = {"GetKernelSessionStatus": [403]}
+REFUSED = [(403, "Kaggle refuses access: check --owner"), (404, "Kaggle has no such kernel or version")]
+
+
+@pytest.mark.parametrize("in_words", [False, True])
+@pytest.mark.parametrize(("status", "says"), REFUSED)
+def test_refused_access_is_said_at_once(repo, service, capfd, status, says, in_words):
+    service.runs, service.in_words = [Run()], in_words
+    service.trouble = {"GetKernelSessionStatus": [status]}
     assert pull(repo, f"{ADDRESS}/1") == 1
+    assert says in capfd.readouterr().err and len(service.asked("GetKernelSessionStatus")) == 1
+
+
+@pytest.mark.parametrize("in_words", [False, True])
+def test_kernel_that_was_just_pushed_may_not_be_there_yet(repo, service, capfd, in_words):
+    service.runs = [Run(["COMPLETE"], {kaggle_pull.ARCHIVE: zipped(files_of(status_of(repo)))})]
+    service.trouble, service.in_words = {"GetKernelSessionStatus": [404, 403]}, in_words
+    remember(repo)
+    assert pull(repo) == 0
+    assert capfd.readouterr().out.count("asking again") == 2 and len(placed(repo)) == 1
+
+
+def test_kernel_that_was_pushed_and_never_appears(repo, service, capfd, monkeypatch):
+    monkeypatch.setattr(kaggle_cli, "wait", functools.partial(kaggle_cli.wait, appears_s=6.0))
+    remember(repo)
+    assert pull(repo) == 1
     err = capfd.readouterr().err
-    assert "Kaggle refuses access: check --owner" in err and len(service.asked("GetKernelSessionStatus")) == 1
+    assert "still not there after" in err and f"then scripts/pull_from_kaggle.sh {ADDRESS}/1" in err
+    assert len(service.asked("GetKernelSessionStatus")) >= 2
+
+
+def test_too_many_requests_are_trouble_that_passes(repo, service):
+    service.runs, service.in_words = [Run(["RUNNING"])], True
+    service.trouble = {"GetKernelSessionStatus": [429]}
+    with pytest.raises(kaggle_cli.KaggleError, match="fewer requests") as caught:
+        kaggle_cli.state(kaggle_cli.Address.parse(ADDRESS))
+    assert caught.value.passing
 
 
 def test_no_credentials_is_said_at_once(repo, service, capfd, monkeypatch):

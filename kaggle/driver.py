@@ -230,7 +230,7 @@ class Run:
 
     def begin(self, step: Step, index: int, at_once: int) -> Child:
         """Start the child of a step, of so many at once the one at index."""
-        limit_s = min(self.left_s(), plan.SLACK * 60 * step.minutes(self.settings.quick))
+        limit_s = min(self.left_s(), 60 * step.limit_minutes(self.settings.quick))
         environment = self.environment(step.triton)
         if at_once > 1:  # each has all GPUs, since some tests need two, but another one comes first
             visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")

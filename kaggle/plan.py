@@ -29,6 +29,7 @@ MINUTES = {TESTS: (4, 20), TUNE: (1, 10), BENCHMARK: (2, 12), "03_triton_version
 OTHER_MINUTES = (5, 30)  # of a notebook that is not listed
 PREPARING_MINUTES = 2  # packages, the machine's facts, a Triton release, flashattn.doctor
 SLACK = 3  # how many times its estimate a step may take
+LEAST_LIMIT_MINUTES = 10  # that it may take at least: an estimate of a minute is easily wrong by more than that
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,10 @@ class Step:
     def minutes(self, quick: bool) -> float:
         """Its estimate."""
         return MINUTES.get(self.name, OTHER_MINUTES)[0 if quick else 1]
+
+    def limit_minutes(self, quick: bool) -> float:
+        """After which it is cut off, where the run's own limit does not come first."""
+        return max(LEAST_LIMIT_MINUTES, SLACK * self.minutes(quick))
 
 
 def batches(settings: Settings, gpus: int) -> list[list[Step]]:

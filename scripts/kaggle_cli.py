@@ -19,6 +19,7 @@ from time import monotonic, sleep
 CALL_S = 600.0  # for one call of the command, which has no limit of its own
 STATE_S = 120.0
 PATIENCE_S = 1800.0  # how long no answer may make sense before waiting ends
+APPEARS_S = 600.0  # how long Kaggle may take to know a kernel that was just pushed
 OUTPUT_ATTEMPTS = 10
 HEARTBEAT_S = 300.0  # the longest silence while waiting
 LONGEST_S = 13 * 3600.0  # Kaggle ends a session after 12 hours; the rest is for its queue
@@ -32,7 +33,11 @@ UNDER_WAY = {
     "CANCEL_REQUESTED": "being cancelled",
 }
 
-# What the command prints, whether asking again may help, and what else there is to do. The first that matches counts.
+# What the command prints: the service's own words, of which nothing is known, and its hint, by the HTTP status.
+NOT_THERE = r"\b404 Client Error|The resource was not found"
+NO_ACCESS = r"\b403 Client Error|Permission '[\w.]+' was denied|You don't have access to this resource"
+
+# What it prints, whether asking again may help, and what else there is to do. The first that matches counts.
 REMEDIES = (
     (
         r"\b5\d\d Server Error|problem on Kaggle's side",
@@ -44,14 +49,23 @@ REMEDIES = (
         True,
         "no connection to Kaggle: check the network, then try again",
     ),
-    (r"\b429 Client Error|Too Many Requests", True, "Kaggle asks for fewer requests: try again in some minutes"),
+    (
+        r"(?i)\b429 Client Error|too many requests|rate limited",
+        True,
+        "Kaggle asks for fewer requests: try again in some minutes",
+    ),
     (
         r"Authentication required|\b401 Client Error",
         False,
         "no credentials that Kaggle accepts: run `kaggle auth login` in this environment, or save a token from "
         "kaggle.com/settings/api as ~/.kaggle/access_token; or go by hand, with --dry-run (docs/running.md, Kaggle)",
     ),
-    (r"\b404 Client Error", False, "Kaggle has no such kernel or version: check the address, OWNER/SLUG/VERSION"),
+    (
+        r"push error: .*not found",
+        False,
+        "Kaggle lets nobody push to that address: --owner is the account of the kaggle command; or give another --slug",
+    ),
+    (NOT_THERE, False, "Kaggle has no such kernel or version: check the address, OWNER/SLUG/VERSION"),
     (
         r"(?i)phone|verify your|verified",
         False,
@@ -69,7 +83,7 @@ REMEDIES = (
     ),
     (r"No kernel name found", False, "the notebook has no metadata.kernelspec: restore kaggle/driver.ipynb from git"),
     (
-        r"\b403 Client Error|Permission '[\w.]+' was denied",
+        NO_ACCESS,
         False,
         "Kaggle refuses access: check --owner and the address (`kaggle config view` prints your user name), and that "
         "a new account's phone number is verified",
@@ -78,7 +92,10 @@ REMEDIES = (
 
 
 class KaggleError(Exception):
-    """What the command said and what to do about it; passing where asking again may help."""
+    """What the command said and what to do about it.
+
+    passing: asking again may help; unknown: the service says of a kernel what it says of one that is not there.
+    """
 
     def __init__(self, said: str, what: str = ""):
         lines = said.strip().splitlines() or ["nothing"]
@@ -86,6 +103,7 @@ class KaggleError(Exception):
         said = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", said)  # a signed address is a key
         known = (entry[1:] for entry in REMEDIES if re.search(entry[0], said))
         self.passing, remedy = next(known, (False, ""))
+        self.unknown = bool(re.search(f"{NOT_THERE}|{NO_ACCESS}", said))
         super().__init__("\n  ".join(filter(None, [f"{what or 'kaggle'} said: {said[:600]}", remedy])))
 
 
@@ -222,14 +240,17 @@ def state(address: Address) -> tuple[str, str]:
 
 
 def output(address: Address, folder: Path, pattern: str, watch: Callable[[], None], poll_s: float) -> None:
-    """Download the output files whose names match, and the log, as SLUG.log, into an empty folder."""
+    """Download the output files whose names match, and the log, as SLUG.log, into an empty folder.
+
+    For a run whose state is known: that there is nothing, or no access to it, may only mean not yet.
+    """
     arguments = ["-p", str(folder), "-o", "-q", "--page-size", "200", "--file-pattern", pattern]
     for attempt in range(1, OUTPUT_ATTEMPTS + 1):
         try:
             call("kernels", "output", str(address), *arguments, limit_s=3 * CALL_S, watch=watch)
             return
         except KaggleError as error:
-            if not error.passing or attempt == OUTPUT_ATTEMPTS:
+            if not (error.passing or error.unknown) or attempt == OUTPUT_ATTEMPTS:
                 raise
             print(f"no output yet, asking again: {str(error).splitlines()[0]}", flush=True)
             sleep(poll_s)
@@ -267,12 +288,19 @@ class Log:
 
 
 def wait(
-    address: Address, poll_s: float, patience_s: float = PATIENCE_S, longest_s: float = LONGEST_S
+    address: Address,
+    poll_s: float,
+    pushed: bool = False,
+    *,
+    patience_s: float = PATIENCE_S,
+    appears_s: float = APPEARS_S,
+    longest_s: float = LONGEST_S,
 ) -> tuple[str, str]:
     """Watch a run until it ends, printing its state and last log lines; returns state()'s last answer.
 
-    Trouble is asked about again, for patience_s: a 5xx tells nothing about the run. Raises KaggleError after that,
-    after longest_s, and at once where already the first answer is one that asking again does not change.
+    Trouble is asked about again, for patience_s: a 5xx tells nothing about the run. So is a kernel that is not there
+    yet though it was pushed, for appears_s. Raises KaggleError after that, after longest_s, and at once where already
+    the first answer is one that asking again does not change.
     """
     start = told = answered = monotonic()
     known = False
@@ -285,7 +313,14 @@ def wait(
                 answered, known = monotonic(), True
                 line = word if word in ENDED else f"{word}: {UNDER_WAY[word]}"
             except KaggleError as error:
-                if not (error.passing or known) or monotonic() - answered > patience_s:
+                appearing = pushed and error.unknown and not known
+                bound_s = appears_s if appearing else patience_s if error.passing or known else 0.0
+                if monotonic() - answered >= bound_s:
+                    if appearing:
+                        error.add_note(
+                            f"  it was pushed from here, and is still not there after {appears_s / 60:.0f} minutes: "
+                            f"look at {address.page}, then scripts/pull_from_kaggle.sh {address}"
+                        )
                     raise
                 word, line = "", f"no answer, asking again: {str(error).splitlines()[0]}"
             if word == "RUNNING" and log is None:

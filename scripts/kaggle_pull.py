@@ -17,6 +17,7 @@ import zlib
 from collections.abc import Iterable
 from datetime import date
 from pathlib import Path, PurePosixPath
+from time import sleep
 
 import kaggle_cli
 import readme_tables
@@ -65,32 +66,43 @@ class Bound:
             )
 
 
-def unpack(archive: Path, folder: Path) -> list[str]:
-    """Unpack a run's zip into an empty folder; returns what was left out since its kind is not known.
+def top_of(names: list[str]) -> tuple[str, ...] | None:
+    """The parts of the folder of a run in a zip, the shallowest that has a status file; None where none has."""
+    tops = [tuple(name.split("/")[:-1]) for name in names if name.rpartition("/")[2] == run_status.FILE]
+    plain = [top for top in tops if len(top) <= MAX_DEPTH and all(part and part[0] != "." for part in top)]
+    return min(plain, key=len, default=None)
 
-    Takes the driver's own zip, and one in which the same lies in a folder, as Kaggle's "Download all" makes it.
-    Raises ValueError for a zip that is damaged, too large, or has a name or a link that may lead out of the folder.
+
+def unpack(archive: Path, folder: Path) -> list[str]:
+    """Unpack a run's zip into an empty folder; returns what was left out.
+
+    Takes the driver's own zip, and one in which the same lies in a folder beside other things, as Kaggle's "Download
+    all" makes it: of those and of unknown or hidden files in the folder nothing is taken. Raises ValueError for a zip
+    that is damaged, or whose run is too large or has a name or a link that may lead out of the folder.
     """
     left_out, seen, bound = [], set(), Bound()
     try:
         with zipfile.ZipFile(archive) as source:
             files = [info for info in source.infolist() if not info.is_dir()]
+            top = top_of([info.filename for info in files])
             for info in files:
-                checked(info.filename)
-                if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
-                    raise ValueError(f"name: {info.filename} is a link or no plain file, accepted are plain files")
-                if info.filename.lower() in seen:
-                    raise ValueError(f"name: {info.filename} is there twice")
-                seen.add(info.filename.lower())
-            paths = [PurePosixPath(info.filename) for info in files]
-            places = [path.parent for path in paths if path.name == run_status.FILE]
-            top = min(places, key=lambda place: len(place.parts), default=PurePosixPath())
-            for info, path in zip(files, paths, strict=True):
-                if not (path.is_relative_to(top) and known(path.name)):
+                parts = info.filename.split("/")
+                if top is None or tuple(parts[: len(top)]) != top:
                     left_out.append(info.filename)
                     continue
+                name = "/".join(parts[len(top) :])
+                if stat.S_IFMT(info.external_attr >> 16) not in (0, stat.S_IFREG):
+                    raise ValueError(f"name: {info.filename} is a link or no plain file, accepted are plain files")
+                leads_out = any(part in ("", ".", "..") for part in parts)
+                hidden = any(part.startswith(".") for part in parts)  # Jupyter's checkpoints, say
+                if not leads_out and (hidden or not known(name)):
+                    left_out.append(info.filename)
+                    continue
+                target = folder / checked(name)
+                if name.lower() in seen:
+                    raise ValueError(f"name: {info.filename} is there twice")
+                seen.add(name.lower())
                 bound.add(0, files=1)
-                target = folder / path.relative_to(top)
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with source.open(info) as packed, target.open("xb") as unpacked:
                     while block := packed.read(1 << 20):  # what really comes, not what the header promises
@@ -101,6 +113,12 @@ def unpack(archive: Path, folder: Path) -> list[str]:
             f"{archive.name}: is no whole zip file ({error}): download it again, and see that its size is Kaggle's"
         ) from None
     return left_out
+
+
+def tell(left_out: list[str]) -> None:
+    """Print how many files of a zip were not taken, and the first of them."""
+    if left_out:
+        print(f"left out, as no part of a run: {len(left_out)}, such as", *(repr(name[:100]) for name in left_out[:5]))
 
 
 def bounded(folder: Path) -> None:
@@ -348,17 +366,27 @@ def pull(
     with tempfile.TemporaryDirectory(dir=local) as temporary:
         folder = Path(temporary, "run")
         folder.mkdir()
-        log, left_out = fetch(address, folder, poll_s)
-        if left_out:
-            print("left out, of no known kind:", *(kaggle_cli.plain(name, 100) for name in left_out[:20]))
+        for attempt in range(1, kaggle_cli.OUTPUT_ATTEMPTS + 1):
+            log, left_out = fetch(address, folder, poll_s)
+            if (folder / run_status.FILE).is_file() or word != "COMPLETE" or attempt == kaggle_cli.OUTPUT_ATTEMPTS:
+                break
+            print(f"{word}, and no {run_status.FILE} yet: the output may be still to come, asking again", flush=True)
+            sleep(poll_s)
+            shutil.rmtree(folder)
+            folder.mkdir()
+        tell(left_out)
         if not (folder / run_status.FILE).is_file():
             kept = local / f"{address.owner}_{address.slug}_v{address.version or 'latest'}.log"
             kept.write_text(log, encoding="utf-8")
             lines = [f"    {kaggle_cli.plain(line, 160)}" for line in log.strip().splitlines()[-10:]]
+            why = "it drops what a run left that failed or was cancelled, so that there is nothing to take in"
+            if word == "COMPLETE":
+                why = f"see {address.page}: where the output is there, pull again, or download all of it for --zip"
             raise ValueError(
-                f"{address}: Kaggle says {word}{': ' + message if message else ''}, and no {run_status.FILE} came: it "
-                "drops what a run left that failed or was cancelled, so that there is nothing to take in. The log is "
-                f"in {kept.relative_to(root)}" + (" and ends so:\n" if lines else ", and is empty") + "\n".join(lines)
+                f"{address}: Kaggle says {word}{': ' + message if message else ''}, and no {run_status.FILE} came: "
+                f"{why}. The log is in {kept.relative_to(root)}"
+                + (" and ends so:\n" if lines else ", and is empty")
+                + "\n".join(lines)
             )
         (folder / "kaggle.log").write_text(log, encoding="utf-8")
         return take_in(folder, root, source(address, word), record, commit_of, committing)
@@ -378,7 +406,7 @@ def finish(
     if record and address.version is None:
         address = Address(address.owner, address.slug, record["version"])
     if waiting:
-        ended = kaggle_cli.wait(address, poll_s)
+        ended = kaggle_cli.wait(address, poll_s, pushed=record is not None)
     else:
         ended = kaggle_cli.state(address)
         if (word := ended[0]) not in kaggle_cli.ENDED:
@@ -396,9 +424,7 @@ def by_hand(archive: Path, root: Path, *, commit_of: str | None = None, committi
     with tempfile.TemporaryDirectory(dir=root / RECORDS) as temporary:
         folder = Path(temporary, "run")
         folder.mkdir()
-        left_out = unpack(archive, folder)
-        if left_out:
-            print("left out, of no known kind:", *(kaggle_cli.plain(name, 100) for name in left_out[:20]))
+        tell(unpack(archive, folder))
         status = take_in(folder, root, source(None, ""), None, commit_of, committing)
     return int(run_status.verdict(status) != "complete")
 
@@ -433,7 +459,7 @@ def main(argv: Iterable[str] | None = None, root: Path = ROOT) -> int:
             address = Address(record["owner"], record["slug"], record["version"])
         return finish(address, root, waiting=not args.no_wait, poll_s=args.poll, **options)
     except (KaggleError, ValueError) as error:
-        print(f"kaggle_pull: {error}", file=sys.stderr)
+        print("\n".join([f"kaggle_pull: {error}", *getattr(error, "__notes__", [])]), file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("\nkaggle_pull: stopped; the run goes on. The same command picks it up again.", file=sys.stderr)

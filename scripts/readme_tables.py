@@ -2,8 +2,9 @@
 
 A table stands between <!-- table:GPU_MODE --> and <!-- /table:GPU_MODE -->, as in table:h200_forward: it is
 made from attention.csv of the newest results/<date>_<gpu>_<commit>/, a full run before a quick one. Of the runs
-with a status.json only those count that run_status.feeds_tables() lets. <!-- table:GPU_MODE if any --> says so
-while there is no run; <!-- figure:GPU --> is the same run's attention.png.
+with a status.json only those count that run_status.feeds_tables() lets. <!-- figure:GPU --> is the same run's
+attention.png. <!-- table:GPU_MODE if any --> and <!-- figure:GPU if any --> say so while there is no run, and pass over
+one that lacks the mode or the figure.
 """
 
 import argparse
@@ -14,7 +15,10 @@ from pathlib import Path
 import pandas as pd
 import run_status
 
-NONE_YET = "No complete run yet.\n"
+NONE_YET = {
+    "table": "No complete run yet.\n",
+    "figure": "**No figure here is from a {gpu} yet**: none was at hand, and its speed is still to be measured.\n",
+}
 ROOT = Path(__file__).resolve().parents[1]
 BLOCK = re.compile(r"(<!-- (table|figure):(\S+)( if any)? -->\n).*?(<!-- /\2:\3 -->)", re.DOTALL)
 COLUMNS = {
@@ -38,12 +42,11 @@ def runs(results: Path, gpu: str) -> list[Path]:
     return [path for *_, path in sorted(dated)]
 
 
-def newest(results: Path, gpu: str) -> Path:
-    """The last of runs(); raises ValueError where there is none."""
-    found = runs(results, gpu)
-    if not found:
-        raise ValueError(f"table: got GPU {gpu!r}, and there is no {results.name}/*_{gpu}_*/attention.csv that counts")
-    return found[-1]
+def shows(csv: Path, kind: str, mode: str) -> bool:
+    """Whether a run has the rows of a table of this mode, or the figure."""
+    if kind == "figure":
+        return csv.with_suffix(".png").is_file()
+    return bool((pd.read_csv(csv, usecols=["mode"])["mode"] == mode).any())
 
 
 def table(csv: Path, mode: str) -> str:
@@ -99,10 +102,14 @@ def updated(readme: str, results: Path) -> str:
     def block(match: re.Match) -> str:
         opening, kind, name, if_any, closing = match.groups()
         gpu, _, mode = name.partition("_")
-        if if_any and not runs(results, gpu):
-            return opening + NONE_YET + closing
-        csv = newest(results, gpu)
-        return opening + (table(csv, mode) if kind == "table" else figure(csv)) + closing
+        found = runs(results, gpu)
+        showing = [csv for csv in found if shows(csv, kind, mode)] if if_any else found
+        if showing:
+            return opening + (table(showing[-1], mode) if kind == "table" else figure(showing[-1])) + closing
+        if not if_any:
+            raise ValueError(f"{kind}: got GPU {gpu!r}, and no {results.name}/*_{gpu}_*/attention.csv counts")
+        said = NONE_YET[kind].format(gpu=gpu.upper()) if kind == "table" or not found else ""
+        return opening + said + closing
 
     return BLOCK.sub(block, readme)
 

@@ -73,7 +73,8 @@ def assert_no_key(root: Path) -> None:
 class Run:
     """One version of a kernel: the states that it is asked through, the last one staying, and what it leaves.
 
-    `execute`, given the pushed notebook's text, runs it for real and returns (state, files).
+    `execute`, given the pushed notebook's text, runs it for real and returns (state, files). late: the names of the
+    files that each of the first listings has.
     """
 
     states: list[str] = field(default_factory=lambda: ["QUEUED", "RUNNING", "COMPLETE"])
@@ -81,6 +82,7 @@ class Run:
     log: list[str] = field(default_factory=list)
     message: str = ""
     execute: Callable[[str], tuple[str, dict[str, bytes]]] | None = None
+    late: list[list[str]] = field(default_factory=list)
     pushed: dict = field(default_factory=dict)
 
     def start(self) -> None:
@@ -100,7 +102,8 @@ class Run:
 class Service(ThreadingHTTPServer):
     """What Kaggle would know: `runs` in the order of their pushes, `next` for those to come, requests so far.
 
-    trouble: {method, such as "SaveKernel" or "GET": HTTP statuses to answer first}. refusal: why a push is refused.
+    trouble: {method, such as "SaveKernel" or "GET": HTTP statuses to answer first}, with words where in_words, which
+    the command then prints instead of the status. refusal: why a push is refused.
     """
 
     daemon_threads = True
@@ -110,6 +113,7 @@ class Service(ThreadingHTTPServer):
         self.runs: list[Run] = []
         self.next: list[Run] = []
         self.trouble: dict[str, list[int]] = {}
+        self.in_words = False
         self.refusal = ""
         self.gpu_seconds_left = 30 * 3600
         self.lands_at = ""  # another slug than the one that was pushed
@@ -145,7 +149,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def troubled(self, method: str) -> bool:
         statuses = self.server.trouble.get(method)
-        if statuses:
+        if statuses and self.server.in_words:
+            self.answer({"code": statuses[0], "message": "Trouble"}, statuses.pop(0))
+        elif statuses:
             self.answer(b"<html>trouble</html>", statuses.pop(0), "text/html")
         return bool(statuses) or statuses == [] and self.server.trouble.pop(method) == []
 
@@ -180,16 +186,16 @@ class Handler(BaseHTTPRequestHandler):
     def GetKernelSessionStatus(self, body):
         run = self.server.run_of(body)
         if not run:
-            return {"code": 404, "message": "404 Client Error: Not Found"}, 404
+            return {"code": 404, "message": "Notebook not found"}, 404
         state = run.states.pop(0) if len(run.states) > 1 else run.states[0]
         return ({"status": state, "failureMessage": run.message if state not in ("QUEUED", "RUNNING") else ""},)
 
     def ListKernelSessionOutput(self, body):
         run = self.server.run_of(body)
         if not run:
-            return {"code": 404, "message": "404 Client Error: Not Found"}, 404
+            return {"code": 404, "message": "Notebook not found"}, 404
         first = int(body.get("pageToken") or 0)
-        names = sorted(run.files)
+        names = run.late.pop(0) if run.late else sorted(run.files)
         last = first + min(body.get("pageSize") or 20, self.server.page_size_limit)
         index = self.server.runs.index(run)
         urls = [f"http://localhost/file/{index}/{base64.urlsafe_b64encode(name.encode()).decode()}" for name in names]

@@ -226,6 +226,7 @@ def test_tests_do_without_xdist(run, project, monkeypatch):
 
 
 def test_hanging_child_is_cut_off_with_all_that_it_started(run, project, monkeypatch):
+    monkeypatch.setattr(plan, "LEAST_LIMIT_MINUTES", 0)
     monkeypatch.setitem(plan.MINUTES, "02_benchmark", (3 / 60 / plan.SLACK, 0))
     monkeypatch.setattr(child, "GRACE_S", 0.5)
     project.act("02_benchmark run", HANG + "time.sleep(600)")
@@ -242,6 +243,7 @@ def test_child_that_leaves_orphans(run, project):
 
 
 def test_time_is_up_for_a_child_that_ends_when_interrupted(run, project, monkeypatch):
+    monkeypatch.setattr(plan, "LEAST_LIMIT_MINUTES", 0)
     monkeypatch.setitem(plan.MINUTES, "01_tests", (3 / 60 / plan.SLACK, 0))
     act = "try: print('at work'); time.sleep(600)\nexcept KeyboardInterrupt: print('ends its kernel'); sys.exit(1)"
     project.act("01_tests run", act)
@@ -371,8 +373,21 @@ def test_estimates_are_as_promised():
     assert plan.estimate(settings()) <= 20
     assert plan.estimate(settings(quick=False)) <= 3 * 60
     assert set(plan.MINUTES) - {plan.TUNE} == set(NOTEBOOKS)
-    limits = [plan.SLACK * step.minutes(False) for steps in plan.batches(settings(quick=False), 2) for step in steps]
+    limits = [step.limit_minutes(False) for steps in plan.batches(settings(quick=False), 2) for step in steps]
     assert sum(limits) < 12 * 60
+
+
+def test_limits_of_steps():
+    assert [plan.Step(name, plan.IMAGE).limit_minutes(True) for name in (plan.TESTS, plan.TUNE)] == [12, 10]
+    assert [plan.Step(name, plan.IMAGE).limit_minutes(False) for name in (plan.TESTS, plan.TUNE)] == [60, 30]
+
+
+def test_limit_of_the_run_comes_before_that_of_a_step(run, tmp_path):
+    run(notebooks=["02_benchmark"], tritons=["image"], limit_minutes=5)
+    log = (tmp_path / "run" / "driver.log").read_text()
+    assert "tune, Triton of the image: starts, 5 minutes at most" in log and "10 minutes" not in log
+    run(notebooks=["02_benchmark"], tritons=["image"], limit_minutes=60)
+    assert "tune, Triton of the image: starts, 10 minutes at most" in (tmp_path / "run" / "driver.log").read_text()
 
 
 def test_passes_and_notebooks_in_order_of_worth():

@@ -1,5 +1,6 @@
 """The way back from Kaggle: what a run that ended in any way leaves in results/, by the real command."""
 
+import functools
 import json
 import os
 import stat
@@ -153,6 +154,35 @@ def test_output_that_kaggle_dropped(repo, service, capfd, word):
     assert placed(repo) == [] and clean(repo)
 
 
+@pytest.mark.parametrize("late", [[], ["run/01_tests.json"]], ids=["no file", "no status"])
+def test_output_that_comes_after_the_state(repo, service, capfd, late):
+    files = loose(files_of(status_of(repo)))
+    archive = {kaggle_pull.ARCHIVE: zipped(files_of(status_of(repo)))}
+    service.runs = [Run(["COMPLETE"], files | archive, late=[late] * 4)]  # two listings make one attempt
+    assert pull(repo, f"{ADDRESS}/1") == 0
+    assert capfd.readouterr().out.count("may be still to come, asking again") == 2
+    (name,) = placed(repo)
+    assert (repo / "results" / name / "attention.csv").is_file() and clean(repo)
+
+
+@pytest.mark.parametrize("method", ["ListKernelSessionOutput", "GET"])
+def test_output_that_is_refused_at_first(repo, service, capfd, method):
+    service.runs = [Run(["COMPLETE"], {kaggle_pull.ARCHIVE: zipped(files_of(status_of(repo)))})]
+    service.trouble = {method: [404, 403]}  # GET: a signed address that has run out; the next listing has another
+    assert pull(repo, f"{ADDRESS}/1") == 0
+    assert capfd.readouterr().out.count("no output yet, asking again") == 2 and len(placed(repo)) == 1
+
+
+def test_output_that_never_comes(repo, service, capfd, monkeypatch):
+    monkeypatch.setattr(kaggle_cli, "OUTPUT_ATTEMPTS", 2)
+    service.runs = [Run(["COMPLETE"], log=["the driver is done\n"])]
+    assert pull(repo, f"{ADDRESS}/1") == 1
+    err = capfd.readouterr().err
+    assert "Kaggle says COMPLETE, and no status.json came: see https://www.kaggle.com/code/" in err
+    assert "    the driver is done" in err and "failed or was cancelled" not in err
+    assert len(service.asked("ListKernelSessionOutput")) == 4 and placed(repo) == []
+
+
 def test_trouble_is_asked_about_again(repo, service, capfd):
     service.runs = [Run(["RUNNING", "COMPLETE"], {kaggle_pull.ARCHIVE: zipped(files_of(status_of(repo)))})]
     service.trouble = {"GetKernelSessionStatus": [500, 502, 503], "ListKernelSessionOutput": [500], "GET": [503]}
@@ -174,12 +204,42 @@ def test_waiting_has_an_end(service):
         kaggle_cli.wait(kaggle_cli.Address.parse(ADDRESS), 0.05, longest_s=1.0)
 
 
-def test_refused_access_is_said_at_once(repo, service, capfd):
-    service.runs = [Run()]
-    service.trouble = {"GetKernelSessionStatus": [403]}
+REFUSED = [(403, "Kaggle refuses access: check --owner"), (404, "Kaggle has no such kernel or version")]
+
+
+@pytest.mark.parametrize("in_words", [False, True])
+@pytest.mark.parametrize(("status", "says"), REFUSED)
+def test_refused_access_is_said_at_once(repo, service, capfd, status, says, in_words):
+    service.runs, service.in_words = [Run()], in_words
+    service.trouble = {"GetKernelSessionStatus": [status]}
     assert pull(repo, f"{ADDRESS}/1") == 1
+    assert says in capfd.readouterr().err and len(service.asked("GetKernelSessionStatus")) == 1
+
+
+@pytest.mark.parametrize("in_words", [False, True])
+def test_kernel_that_was_just_pushed_may_not_be_there_yet(repo, service, capfd, in_words):
+    service.runs = [Run(["COMPLETE"], {kaggle_pull.ARCHIVE: zipped(files_of(status_of(repo)))})]
+    service.trouble, service.in_words = {"GetKernelSessionStatus": [404, 403]}, in_words
+    remember(repo)
+    assert pull(repo) == 0
+    assert capfd.readouterr().out.count("asking again") == 2 and len(placed(repo)) == 1
+
+
+def test_kernel_that_was_pushed_and_never_appears(repo, service, capfd, monkeypatch):
+    monkeypatch.setattr(kaggle_cli, "wait", functools.partial(kaggle_cli.wait, appears_s=6.0))
+    remember(repo)
+    assert pull(repo) == 1
     err = capfd.readouterr().err
-    assert "Kaggle refuses access: check --owner" in err and len(service.asked("GetKernelSessionStatus")) == 1
+    assert "still not there after" in err and f"then scripts/pull_from_kaggle.sh {ADDRESS}/1" in err
+    assert len(service.asked("GetKernelSessionStatus")) >= 2
+
+
+def test_too_many_requests_are_trouble_that_passes(repo, service):
+    service.runs, service.in_words = [Run(["RUNNING"])], True
+    service.trouble = {"GetKernelSessionStatus": [429]}
+    with pytest.raises(kaggle_cli.KaggleError, match="fewer requests") as caught:
+        kaggle_cli.state(kaggle_cli.Address.parse(ADDRESS))
+    assert caught.value.passing
 
 
 def test_no_credentials_is_said_at_once(repo, service, capfd, monkeypatch):
@@ -293,6 +353,49 @@ def test_zip_brought_by_hand(repo, service, tmp_path, capfd, prefix):
     assert service.requests == []  # no account is needed
 
 
+ELSEWHERE = [
+    ".virtual_documents/__notebook_source__.ipynb",
+    "__notebook__.ipynb",
+    "a folder/b/c/d/e/übung.json",
+    "flashattn_run.zip",
+    "/tmp/evil.txt",
+    "../evil.txt",
+    "run/.ipynb_checkpoints/01_tests-checkpoint.ipynb",
+    "run/deep/er/and/deeper/core.bin",
+]
+
+
+@pytest.mark.parametrize("around", ["", "my download (1)/"])
+def test_zip_with_other_things_beside_the_run(repo, tmp_path, capfd, around):
+    files = {f"{around}{name}": data for name, data in loose(files_of(status_of(repo))).items()}
+    others = {(name if name[0] in "/." else around + name): b"evil" for name in ELSEWHERE}
+    archive = tmp_path / "output.zip"
+    archive.write_bytes(zipped(others | files))
+    assert pull(repo, "--zip", str(archive)) == 0
+    assert f"left out, as no part of a run: {len(others)}, such as" in capfd.readouterr().out
+    (name,) = placed(repo)
+    folder = repo / "results" / name
+    came = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+    assert came == set(files_of({})) | {"README.md"}
+    assert not [path for path in tmp_path.rglob("*") if "vil" in path.name]
+
+
+@pytest.mark.parametrize("name", ["run/a/b/c/evil.txt", "run/../evil.bin", "run//evil.txt", "run/C:\\evil.txt"])
+def test_zip_with_hostile_names_in_the_run(repo, tmp_path, capfd, name):
+    archive = tmp_path / "output.zip"
+    archive.write_bytes(zipped(loose(files_of(status_of(repo))) | {"__notebook__.ipynb": b"", name: b"evil"}))
+    assert pull(repo, "--zip", str(archive)) == 1
+    assert "name: got" in capfd.readouterr().err and placed(repo) == []
+
+
+def test_zip_with_no_run_or_one_too_deep(repo, tmp_path, capfd):
+    archive = tmp_path / "output.zip"
+    for folder in ("a/b/c/d/", ".hidden/", "../", "/"):
+        archive.write_bytes(zipped({folder + name: data for name, data in files_of(status_of(repo)).items()}))
+        assert pull(repo, "--zip", str(archive)) == 1
+        assert "status.json: is not there: this is no run" in capfd.readouterr().err and placed(repo) == []
+
+
 def test_truncated_zip(repo, tmp_path, capfd):
     whole = zipped(files_of(status_of(repo)))
     archive = tmp_path / "run.zip"
@@ -314,7 +417,7 @@ def test_truncated_zip_of_a_server_gives_way_to_loose_files(repo, service, capfd
     assert "trying the loose files" in capfd.readouterr().err and len(placed(repo)) == 1
 
 
-@pytest.mark.parametrize("name", [name for name in HOSTILE if not name.endswith(".sh")])
+@pytest.mark.parametrize("name", [name for name in HOSTILE if not name.endswith(".sh") and "/.git/" not in name])
 def test_zip_with_hostile_names(repo, tmp_path, capfd, name):
     archive = tmp_path / "run.zip"
     archive.write_bytes(zipped(files_of(status_of(repo)) | {name: b"evil"}))
@@ -480,6 +583,37 @@ def test_figure_of_the_newest_run(tmp_path):
     (folder / "attention.png").touch()
     shown = f"![TFLOP/s over length, Tesla T4](results/{folder.name}/attention.png)"
     assert readme_tables.updated(text, tmp_path / "results") == text.replace("old", shown)
+
+
+def test_blocks_of_a_readme_for_runs_still_to_come(tmp_path):
+    """They say that there is none, then show it; a run without the mode or the figure is passed over."""
+    results, table, figure = tmp_path / "results", "table:t4_forward", "figure:t4"
+    results.mkdir()
+    text = "".join(f"<!-- {name} if any -->\n<!-- /{name} -->\n" for name in (table, figure))
+    none_yet = readme_tables.updated(text, results)
+    assert "\nNo complete run yet.\n" in none_yet and "\n**No figure here is from a T4 yet**" in none_yet
+
+    def add(name, csv, *others):
+        (results / name).mkdir()
+        (results / name / "attention.csv").write_bytes(csv)
+        for other in others:
+            (results / name / other).touch()
+
+    add("2026-12-01_t4_aaaaaaa", csv_of().replace(b"forward", b"backward"))
+    shown = readme_tables.updated(none_yet, results)
+    assert "\nNo complete run yet.\n" in shown and f"<!-- {figure} if any -->\n<!-- /{figure} -->" in shown
+    add("2026-12-02_t4_bbbbbbb", csv_of(tflops=20.5), "attention.png")
+    add("2026-12-03_t4_ccccccc", csv_of().replace(b"forward", b"backward").replace(b"12-02T10:10", b"12-03T10:10"))
+    shown = readme_tables.updated(none_yet, results)
+    assert "| 20.5 |" in shown and "(results/2026-12-02_t4_bbbbbbb/attention.png)" in shown and " yet" not in shown
+    assert readme_tables.updated(shown, results) == shown
+
+
+def test_the_readme_shows_a_t4_once_there_is_one():
+    text = (ROOT / "README.md").read_text()
+    for name in ("figure:t4", "table:t4_forward", "table:t4_forward+backward"):
+        assert f"<!-- {name} if any -->" in text
+    assert "figure here is from" not in readme_tables.BLOCK.sub("", text)
 
 
 @pytest.mark.skipif(not [*ROOT.glob("results/*_*_*/")], reason="no results, as where the tree was pushed to Kaggle")

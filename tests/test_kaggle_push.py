@@ -145,6 +145,7 @@ REFUSALS = [
     ("Maximum batch GPU session count of 2 reached.", "two GPU sessions at most"),
     ("Phone verification is required to use GPUs.", "verify your phone number"),
     ("No kernel name found in notebook", "restore kaggle/driver.ipynb"),
+    ("Notebook not found", "--owner is the account of the kaggle command"),
     ("Something nobody has seen.", "Something nobody has seen."),
 ]
 

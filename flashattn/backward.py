@@ -232,12 +232,12 @@ def dq_kernel(
     q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
     do = load_tile(do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
-    full_end, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
+    full_stop, begin, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
     for MASKED in tl.static_range(2):
         dq = _accumulate_dq(
             dq, q, do, lse_log2, delta,
             k_ptr, v_ptr,
-            start_m, full_end if MASKED else 0, end if MASKED else full_end, seqlen_q, seqlen_k, scale_log2,
+            start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
             stride_kn, stride_kd,
             stride_vn, stride_vd,
             HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, MASKED,

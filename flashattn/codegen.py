@@ -22,16 +22,19 @@ from . import sass, turing
 
 # Row strides are handed over in units of 8 elements where all of them allow it: the compiler then knows that
 # every row is 16-byte aligned, for head dims like 40 or 72 too, and no stride's value enters the cache key.
+# Such a unit also says that offsets within a tile, of 256 rows and columns at most, fit 32 bits.
 STRIDE_UNIT = 8
+LARGEST_STEP = 2**31 // 256 - 1  # of a row and a column together
 
 
 def pack_strides(*tensors: torch.Tensor) -> tuple[list[int], int]:
     """Strides of (batch, heads, length, head_dim) tensors, one after the other, and the unit of the first three."""
     all_strides = [t.stride() for t in tensors]
-    low_bits = 0
-    for b, h, m, _ in all_strides:
+    low_bits = step = 0
+    for b, h, m, d in all_strides:
         low_bits |= b | h | m
-    unit = 1 if low_bits % STRIDE_UNIT else STRIDE_UNIT
+        step = max(step, m + d)
+    unit = 1 if low_bits % STRIDE_UNIT or step > LARGEST_STEP else STRIDE_UNIT
     return [x for b, h, m, d in all_strides for x in (b // unit, h // unit, m // unit, d)], unit
 
 

@@ -19,14 +19,15 @@ def sequence_span(ptr, batch, head, stride_b, stride_h, STRIDE_UNIT: tl.constexp
 
 @triton.jit
 def key_range(start_m, seqlen_q, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
-    """Keys for the query block at start_m: whole blocks without a mask in [0, full_end), masked up to end."""
+    """Keys for the query block at start_m: blocks that need no mask start in [0, full_stop), masked in [begin, end)."""
     full_end = seqlen_k
     end = seqlen_k
     if CAUSAL:
         diagonal = start_m + seqlen_k - seqlen_q  # the last key that the block's first row sees
         full_end = tl.minimum(tl.maximum(diagonal + 1, 0), seqlen_k)
         end = tl.minimum(tl.maximum(diagonal + BLOCK_M, 0), seqlen_k)
-    return full_end // BLOCK_N * BLOCK_N, end
+    # With begin for a full_stop the compiler, which then knows the loop's last step, serialises Hopper's wgmma.
+    return full_end - BLOCK_N + 1, full_end // BLOCK_N * BLOCK_N, end
 
 
 @triton.jit
@@ -72,11 +73,14 @@ def softmax_step(s, m_i, l_i, scale_log2, MASKED: tl.constexpr):
 def tile_ptrs(
     row_ptr, start, stride_row, stride_d, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr
 ):
-    """Pointers [ROWS, BLOCK_D] to the rows from start on."""
-    stride = stride_row.to(tl.int64) * STRIDE_UNIT
-    offs_row = tl.arange(0, ROWS).to(tl.int64) * stride
-    offs_d = tl.arange(0, BLOCK_D).to(tl.int64) * stride_d
-    return row_ptr + start * stride + offs_row[:, None] + offs_d[None, :]
+    """Pointers [ROWS, BLOCK_D] to the rows from start on. Within a tile 32 bits do: see codegen.pack_strides."""
+    offs_row = tl.arange(0, ROWS)
+    offs_d = tl.arange(0, BLOCK_D)
+    if STRIDE_UNIT == 1:
+        offs_row = offs_row.to(tl.int64)
+        offs_d = offs_d.to(tl.int64)
+    offs = (offs_row * stride_row * STRIDE_UNIT)[:, None] + (offs_d * stride_d)[None, :]
+    return row_ptr + start * (stride_row.to(tl.int64) * STRIDE_UNIT) + offs
 
 
 @triton.jit

@@ -54,6 +54,8 @@ def test_default_tiles_for_newer_architectures(capability, head_dims, pass_):
 def test_strides_are_packed_in_units_of_eight():
     assert pack_strides(torch.empty(2, 3, 5, 40)) == ([75, 25, 5, 1], 8)
     assert pack_strides(torch.empty(2, 3, 5, 40), torch.empty(2, 3, 5, 4))[1] == 1
+    for row, unit in ((2**23 - 8, 8), (2**23, 1)):  # 256 rows of the second are past 32 bits
+        assert pack_strides(torch.empty_strided((2, 3, 5, 40), (8, 8, row, 1), device="meta"))[1] == unit
 
 
 # The command ---------------------------------------------------------------------------------------------------------

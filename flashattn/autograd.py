@@ -22,7 +22,7 @@ def _warn_bf16() -> None:
 
 def _lacks_bf16(device: torch.device) -> bool:
     """Whether the device has no bf16 tensor cores, so that bf16 inputs run on the fp16 ones."""
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) < (8, 0)
+    return device.type == "cuda" and configs.device_of(device).capability < 80
 
 
 def _saturate(x: torch.Tensor) -> torch.Tensor:
@@ -31,18 +31,18 @@ def _saturate(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float16).clamp(-largest, largest)  # before the cast, bf16 would round the bound up
 
 
-def _forward_kernels(q, k, v, *, causal, scale):
+def _forward_kernels(q, k, v, *, causal, scale, again=None):
     from .forward import forward
 
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
         _warn_bf16()
-        o, lse_log2 = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale)
+        o, lse_log2 = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale, again=again)
         return o.to(q.dtype), lse_log2
     tile = configs.choose("forward", q, q.shape[2], causal)
-    return forward(q, k, v, causal=causal, scale=scale, tile=tile)
+    return forward(q, k, v, causal=causal, scale=scale, tile=tile, again=again)
 
 
-def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, needs, dtype=None):
+def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, needs, dtype=None, again=None):
     from .backward import backward
 
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
@@ -55,7 +55,12 @@ def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, nee
         dlse_log2 = None if dlse_log2 is None else torch.ldexp(dlse_log2, -exponent)
         halves = [_saturate(x) for x in (q, k, v, o)]
         grads = _backward_kernels(
-            *halves, lse_log2, do, dlse_log2, causal=causal, scale=scale, needs=needs, dtype=torch.float32
+            *(*halves, lse_log2, do, dlse_log2),
+            causal=causal,
+            scale=scale,
+            needs=needs,
+            dtype=torch.float32,
+            again=again,
         )
         return tuple(g if g is None else torch.ldexp(g, exponent).to(q.dtype) for g in grads)
     return backward(
@@ -66,13 +71,14 @@ def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, nee
         dq_tile=configs.choose("dq", q, q.shape[2], causal),
         needs=needs,
         dtype=dtype,
+        again=again,
     )
 
 
 def _without_autocast(fn):
     """The reference's products stay fp32 under autocast, which has cast q, k and v already."""
 
-    def wrapped(q, *args, **kwargs):
+    def wrapped(q, *args, again=None, **kwargs):
         kind = q.device.type
         with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
             return fn(q, *args, **kwargs)
@@ -96,8 +102,8 @@ _operators.define(
 
 
 @torch.library.impl(_operators, "forward", "CompositeExplicitAutograd")
-def _forward(q, k, v, causal, scale, backend):
-    return _BACKENDS[backend][0](q, k, v, causal=causal, scale=scale)
+def _forward(q, k, v, causal, scale, backend, again=None):
+    return _BACKENDS[backend][0](q, k, v, causal=causal, scale=scale, again=again)
 
 
 @torch.library.register_fake("flashattn::forward", lib=_operators)
@@ -106,12 +112,12 @@ def _forward_fake(q, k, v, causal, scale, backend):
 
 
 @torch.library.impl(_operators, "backward", "CompositeExplicitAutograd")
-def _backward(q, k, v, o, lse_log2, do, dlse_log2, causal, scale, backend, needs):
+def _backward(q, k, v, o, lse_log2, do, dlse_log2, causal, scale, backend, needs, again=None):
     if do.numel() == 0:  # no query: no kernel would write dk and dv
         grads = [torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
     else:
-        backward = _BACKENDS[backend][1]
-        grads = backward(q, k, v, o, lse_log2, do, dlse_log2, causal=causal, scale=scale, needs=needs)
+        backward, settings = _BACKENDS[backend][1], {"causal": causal, "scale": scale, "needs": needs}
+        grads = backward(q, k, v, o, lse_log2, do, dlse_log2, **settings, again=again)
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # an operator returns tensors only
 
 
@@ -121,7 +127,7 @@ def _backward_fake(q, k, v, o, lse_log2, do, dlse_log2, causal, scale, backend, 
     return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in inputs)
 
 
-def _eager(q: torch.Tensor) -> bool:
+def eager(q: torch.Tensor) -> bool:
     """Whether nothing looks on, so that an operator may run without the dispatcher.
 
     torch.compile, tracers, fake tensors, FLOP counters, torch.func and the like must see the operator.
@@ -135,13 +141,19 @@ def _eager(q: torch.Tensor) -> bool:
     )
 
 
+def _run(operator, q, *args, again):
+    """_forward or _backward, by itself where it may; `again` is then handed on."""
+    if again is not None or eager(q):
+        return operator(q, *args, again=again)
+    return getattr(torch.ops.flashattn, operator.__name__.strip("_"))(q, *args)
+
+
 class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, causal, scale, backend):
-        forward = _forward if _eager(q) else torch.ops.flashattn.forward
-        o, lse_log2 = forward(q, k, v, causal, scale, backend)
+    def forward(ctx, q, k, v, settings, again):
+        o, lse_log2 = _run(_forward, q, k, v, *settings, again=again)
         ctx.save_for_backward(q, k, v, o, lse_log2)
-        ctx.settings = causal, scale, backend
+        ctx.settings, ctx.again = settings, again
         ctx.set_materialize_grads(False)
         return o, lse_log2
 
@@ -152,16 +164,16 @@ class _Attention(torch.autograd.Function):
         needs = list(ctx.needs_input_grad[:3])
         # Only a graph of the backward pass, for a gradient of a gradient, makes autograd run this with gradients on.
         backward = _AttentionBackward.apply if torch.is_grad_enabled() else _AttentionBackward.run
-        grads = backward(q, k, v, o, lse_log2, do, dlse_log2, *ctx.settings, needs)
-        return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None
+        grads = backward(ctx.again, q, k, v, o, lse_log2, do, dlse_log2, *ctx.settings, needs)
+        return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
 
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is refused, not wrong."""
 
     @staticmethod
-    def run(q, *args):
-        return (_backward if _eager(q) else torch.ops.flashattn.backward)(q, *args)
+    def run(again, *args):
+        return _run(_backward, *args, again=again)
 
     @staticmethod
     def forward(ctx, *args):
@@ -175,10 +187,15 @@ class _AttentionBackward(torch.autograd.Function):
         )
 
 
-def attend(q, k, v, causal: bool, scale: float, backend: str) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and base-2 log-sum-exp of validated tensors, differentiable where an input needs a gradient."""
+def attend(
+    q, k, v, causal: bool, scale: float, backend: str, again: dict | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and base-2 log-sum-exp of validated tensors, differentiable where an input needs a gradient.
+
+    again: where launches are remembered, for tensors that are eager() and calls that differ in the values only.
+    """
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise NotImplementedError("flashattn.attention: forward-mode differentiation is not supported")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, causal, scale, backend)
-    return (_forward if _eager(q) else torch.ops.flashattn.forward)(q, k, v, causal, scale, backend)
+        return _Attention.apply(q, k, v, (causal, scale, backend), again)
+    return _run(_forward, q, k, v, causal, scale, backend, again=again)

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .codegen import Launch, pack_strides
+from .codegen import Launch, launch, pack_strides
 from .configs import FUSED, Tile, padded_head_dim, tile_constants
 from .primitives import LOG2E, key_range, load_tile, query_range, score_mask, sequence_span, store_tile
 
@@ -304,18 +304,29 @@ def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, t
 
 def backward(
     q, k, v, o, lse_log2, do, dlse_log2, *,
-    causal: bool, scale: float, dkdv_tile: Tile, dq_tile: Tile, needs, dtype=None,
+    causal: bool, scale: float, dkdv_tile: Tile, dq_tile: Tile, needs, dtype=None, again: dict | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dq, dk, dv, laid out as their inputs, in dtype (the inputs' unless given); None where needs is False.
 
-    Tensors as of forward(); do has any strides; dlse_log2, the gradient of lse_log2, may be None.
+    Tensors and again as of forward(); do has any strides; dlse_log2, the gradient of lse_log2, may be None.
     """
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) if need else None for x, need in zip((q, k, v), needs, strict=True))
     delta = torch.empty_like(lse_log2)
+    options = {"causal": causal, "scale": scale}
     # lse_log2 and delta are contiguous; autograd may hand its gradient over with any strides.
-    delta_launch(o, do, None if dlse_log2 is None else dlse_log2.contiguous(), delta).run()
+    dlse_log2 = None if dlse_log2 is None else dlse_log2.contiguous()
+    if (do.data_ptr() | (0 if dlse_log2 is None else dlse_log2.data_ptr())) % 16:
+        again = None
+    kind = (do.stride(), dlse_log2 is None, *needs)
+    tensors = (o, do, delta if dlse_log2 is None else dlse_log2, delta)
+    launch(lambda: delta_launch(o, do, dlse_log2, delta), tensors, ("delta", kind), again)
     if dk is not None or dv is not None:
-        dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, causal=causal, scale=scale, tile=dkdv_tile).run()
+        tensors = (q, k, v, do, k if dk is None else dk, v if dv is None else dv, lse_log2, delta)
+        launch(
+            lambda: dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, **options, tile=dkdv_tile),
+            *(tensors, ("dkdv", dkdv_tile, kind), again),
+        )
     if dq is not None:
-        dq_launch(q, k, v, do, dq, lse_log2, delta, causal=causal, scale=scale, tile=dq_tile).run()
+        tensors = (q, k, v, do, dq, lse_log2, delta)
+        launch(lambda: dq_launch(*tensors, **options, tile=dq_tile), tensors, ("dq", dq_tile, kind), again)
     return dq, dk, dv

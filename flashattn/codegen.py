@@ -12,6 +12,7 @@ import importlib.util
 import re
 import sys
 from collections import Counter
+from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,7 +40,7 @@ def pack_strides(*tensors: torch.Tensor) -> tuple[list[int], int]:
 
 
 class Launch(NamedTuple):
-    """One kernel launch: positional arguments, constexpr arguments and compiler options by name."""
+    """One kernel launch: positional arguments (tensors, then numbers), constexpr arguments and options by name."""
 
     kernel: Any
     grid: int
@@ -47,21 +48,61 @@ class Launch(NamedTuple):
     constants: dict[str, Any]
     options: dict[str, int]
 
-    def run(self) -> None:
+    def run(self) -> "Again | None":
         """Launch on the device and the current stream of the first tensor; an empty grid launches nothing.
 
-        On Turing the kernel runs on the tensor cores under every Triton that turing.py knows.
+        On Turing the kernel runs on the tensor cores under every Triton that turing.py knows. Returns how to launch
+        the same on other tensors; None where nothing was compiled.
         """
         if self.grid == 0:
-            return
-        device = self.args[0].device
-        options = self.options
-        if device.type == "cuda":
-            if device.index != torch.cuda.current_device():
-                with torch.cuda.device(device):
-                    return self.run()
-            options = options | turing.launch_options(device.index)
-        self.kernel[(self.grid,)](*self.args, **self.constants, **options)
+            return None
+        if not self.args[0].is_cuda:
+            self.kernel[(self.grid,)](*self.args, **self.constants, **self.options)
+            return None
+        device = self.args[0].get_device()
+        if device != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return self.run()
+        options = self.options | turing.launch_options(device)
+        compiled = self.kernel[(self.grid,)](*self.args, **self.constants, **options)
+        if compiled is None:  # interpreted, or a hook has kept Triton from it
+            return None
+        numbers = [x for x in self.args if not isinstance(x, torch.Tensor)]
+        return Again(
+            compiled[self.grid, 1, 1], device, (*numbers, *(self.constants.values() if _binds_constants() else ()))
+        )
+
+
+class Again(NamedTuple):
+    """A launch without its tensors. Triton's own launch looks at every argument anew, which costs more than launching.
+
+    For tensors of the same types, shapes, strides and device, at addresses that are multiples of 16 if the first
+    ones' were.
+    """
+
+    launch: Any
+    device: int
+    rest: tuple
+
+    def run(self, *tensors: torch.Tensor) -> None:
+        if self.device != torch.cuda.current_device():
+            with torch.cuda.device(self.device):
+                return self.run(*tensors)
+        self.launch(*tensors, *self.rest)
+
+
+def launch(make: Callable[[], Launch], tensors: tuple, key: Any, again: dict[Any, Again] | None) -> None:
+    """Launch what make() gives on these tensors, or with a dictionary what it has under the key, once it has that."""
+    if again and (found := again.get(key)):
+        found.run(*tensors)
+    elif (made := make().run()) and again is not None:
+        again[key] = made
+
+
+@functools.cache
+def _binds_constants() -> bool:
+    """Whether a compiled kernel is handed the constexpr arguments too, to be ignored: since Triton 3.3."""
+    return turing.release(turing.triton_version()) >= (3, 3)
 
 
 # Compiling -----------------------------------------------------------------------------------------------------------

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .codegen import Launch, pack_strides
+from .codegen import Launch, launch, pack_strides
 from .configs import Tile, tile_constants
 from .primitives import LOG2E, key_range, load_tile, score_mask, sequence_span, softmax_step, store_tile
 
@@ -106,13 +106,16 @@ def forward_launch(q, k, v, o, lse_log2, *, causal: bool, scale: float, tile: Ti
     )
 
 
-def forward(q, k, v, *, causal: bool, scale: float, tile: Tile) -> tuple[torch.Tensor, torch.Tensor]:
+def forward(
+    q, k, v, *, causal: bool, scale: float, tile: Tile, again: dict | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, laid out as q is, and base-2 log-sum-exp (batch, heads, seqlen_q) of the scores, in fp32.
 
     q (batch, heads, seqlen_q, head_dim); k and v (batch, heads_k, seqlen_k, head_dim), heads a multiple of
-    heads_k; scale positive.
+    heads_k; scale positive. again: see codegen.launch; one dictionary for each kind of q, k, v, causal and scale.
     """
     o = torch.empty_like(q)
-    lse_log2 = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    forward_launch(q, k, v, o, lse_log2, causal=causal, scale=scale, tile=tile).run()
+    lse_log2 = q.new_empty(q.shape[:3], dtype=torch.float32)
+    tensors = (q, k, v, o, lse_log2)
+    launch(lambda: forward_launch(*tensors, causal=causal, scale=scale, tile=tile), tensors, tile, again)
     return o, lse_log2

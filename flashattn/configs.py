@@ -2,7 +2,8 @@
 
 Pure Python, no Triton. A table's entry is keyed by pass, bytes an element and padded head dim, and lists the
 candidates; the first is the default for long sequences. `scripts/tune.py` measures the candidates on the machine
-at hand and leaves a file in the user's cache folder, which `choose` prefers from then on.
+at hand, for each length bucket and mask, and leaves the fastest in a file in the user's cache folder, which `choose`
+prefers from then on. Next come the files in tuned/, one for each architecture that was measured, and last the default.
 """
 
 import functools
@@ -11,7 +12,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from types import MappingProxyType
 
@@ -33,7 +34,7 @@ class Tile:
 
     reload (dK/dV only) loads K and V anew for each query block, where shared memory cannot hold both.
     registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
-    3.6.0 and 3.9.0; tests hold it to them.
+    3.6.0 and 3.9.0; tests hold it to them. They are facts about a tile, and tiles compare without them.
     """
 
     block_m: int
@@ -41,13 +42,24 @@ class Tile:
     num_warps: int
     num_stages: int = 1
     reload: bool = False
-    registers: int = 255
-    stack_bytes: int = 0
+    registers: int = field(default=255, compare=False)
+    stack_bytes: int = field(default=0, compare=False)
 
     @property
     def options(self) -> dict[str, int]:
         """What a launch with this tile tells the compiler."""
         return {"num_warps": self.num_warps, "num_stages": self.num_stages} | FUSED
+
+    @property
+    def choices(self) -> dict[str, int | bool]:
+        """The fields that tell it from another tile, without those at their defaults."""
+        chosen = [x for x in fields(self) if x.compare and getattr(self, x.name) != x.default]
+        return {x.name: getattr(self, x.name) for x in chosen}
+
+    def __str__(self) -> str:
+        text = f"{self.block_m} x {self.block_n}, {self.num_warps} warps, {self.num_stages} stages"
+        shape = "block_m", "block_n", "num_warps", "num_stages"
+        return ", ".join([text, *(f"{name}={value}" for name, value in self.choices.items() if name not in shape)])
 
 
 def padded_head_dim(head_dim: int) -> int:
@@ -302,6 +314,13 @@ class Device:
         return turing.code_path(self.capability)
 
 
+# What the tables are made for, by architecture.
+DEVICES = {
+    "sm_75": Device("T4", 75, 65536),
+    "sm_80": Device("A100", 80, 166912),
+    "sm_86": Device("L4", 89, 101376),
+    "sm_90": Device("H100", 90, 232448),
+}
 INTERPRETER = Device("interpreter", 75, 65536)  # a laptop runs the T4's tiles
 
 
@@ -318,9 +337,12 @@ def device_of(device: torch.device) -> Device:
     return found
 
 
+LENGTH_BUCKETS = tuple(2**i for i in range(4, 16))  # 16 to 32768
+
+
 def length_bucket(length: int) -> int:
-    """The power of two, from 16 to 32768, that stands for a length."""
-    return min(max(16, 1 << (length - 1).bit_length()), 32768) if length else 16
+    """The first of LENGTH_BUCKETS that is no shorter than a length, else the last."""
+    return min(max(16, 1 << (length - 1).bit_length()), LENGTH_BUCKETS[-1]) if length else 16
 
 
 def candidates(pass_: str, device: Device, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
@@ -342,8 +364,23 @@ def default_tile(tiles: tuple[Tile, ...], pass_: str, bucket: int) -> Tile:
     return next((tile for tile in tiles if own_rows(tile) <= bucket), min(tiles, key=own_rows))
 
 
+def shipped_tile(pass_: str, device: Device, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> Tile:
+    """The tile where none was tuned on this machine: that of tuned/ for the bucket, else default_tile().
+
+    A bucket that is not in tuned/ has the tile of the nearest one that is, where its own block is no longer than the
+    bucket. The interpreter always has the default.
+    """
+    tiles = candidates(pass_, device, dtype, head_dim)
+    shipped = {} if device is INTERPRETER else load_shipped(device.architecture)
+    for n in sorted(LENGTH_BUCKETS, key=lambda n: max(n, bucket) // min(n, bucket)):  # of two as near the shorter
+        tile = shipped.get(tuned_key(pass_, dtype, head_dim, n, causal))
+        if tile in tiles:
+            return tile if n == bucket else default_tile((tile, *tiles), pass_, bucket)
+    return default_tile(tiles, pass_, bucket)
+
+
 def choose(pass_: str, q: torch.Tensor, length: int, causal: bool) -> Tile:
-    """The tile for tensors like q: as tuned on this machine, else the shipped default.
+    """The tile for tensors like q: as tuned on this machine, else shipped_tile().
 
     length is that of the program's own axis: queries, or keys for "dkdv"; only its power-of-two bucket counts.
     """
@@ -359,7 +396,7 @@ def _choose(pass_: str, device: Device, dtype: torch.dtype, head_dim: int, bucke
             f"bytes of shared memory of {device.name}; use backend='reference'"
         )
     tuned = load_tuned(device).get(tuned_key(pass_, dtype, head_dim, bucket, causal))
-    return tuned if tuned in tiles else default_tile(tiles, pass_, bucket)
+    return tuned if tuned in tiles else shipped_tile(pass_, device, dtype, head_dim, bucket, causal)
 
 
 def cache_dir() -> Path:
@@ -380,6 +417,33 @@ def tuned_key(pass_: str, dtype: torch.dtype, head_dim: int, bucket: int, causal
     return f"{pass_} {8 * dtype.itemsize}bit d{padded_head_dim(head_dim)} n{bucket} {mask}"
 
 
+def read_tiles(path: Path) -> dict[str, Tile]:
+    """The tiles of a file, by tuned_key."""
+    return {key: Tile(**tile) for key, tile in json.loads(path.read_text()).items()}
+
+
+def write_tiles(path: Path, tiles: dict[str, Tile]) -> None:
+    """Make a file of tiles by tuned_key, an entry a line, in the order of their numbers."""
+    keys = sorted(tiles, key=lambda key: [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", key)])
+    lines = ",\n".join(f"  {json.dumps(key)}: {json.dumps(tiles[key].choices)}" for key in keys)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}")
+    partial.write_text(f"{{\n{lines}\n}}\n")
+    partial.replace(path)  # a reader sees the old file or the new one
+
+
+def shipped_file(architecture: str) -> Path:
+    """Where the package has the tiles that were tuned for an architecture, if they were (scripts/adopt_tuned.py)."""
+    return Path(__file__).with_name("tuned") / f"{architecture}.json"
+
+
+@functools.cache
+def load_shipped(architecture: str) -> dict[str, Tile]:
+    """The shipped tuned tiles of an architecture, by tuned_key; empty where there are none."""
+    path = shipped_file(architecture)
+    return read_tiles(path) if path.exists() else {}
+
+
 @functools.cache
 def load_tuned(device: Device) -> dict[str, Tile]:
     """The tiles tuned for this device, by tuned_key; empty where none were, or where the file cannot be read."""
@@ -387,7 +451,7 @@ def load_tuned(device: Device) -> dict[str, Tile]:
         return {}
     path = tuned_file(device)
     try:
-        return {key: Tile(**tile) for key, tile in json.loads(path.read_text()).items()}
+        return read_tiles(path)
     except FileNotFoundError:
         return {}
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -398,11 +462,7 @@ def load_tuned(device: Device) -> dict[str, Tile]:
 def save_tuned(device: Device, tiles: dict[str, Tile]) -> Path:
     """Add tuned tiles to the device's file, and use them from now on."""
     path = tuned_file(device)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    merged = {key: asdict(tile) for key, tile in (load_tuned(device) | tiles).items()}
-    partial = path.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(merged, indent=1, sort_keys=True))
-    partial.replace(path)  # a reader sees the old file or the new one
+    write_tiles(path, load_tuned(device) | tiles)
     load_tuned.cache_clear()
     _choose.cache_clear()
     return path

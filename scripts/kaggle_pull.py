@@ -342,9 +342,10 @@ def take_in(
         print("committed" if done else "nothing to commit")
     tuned = [path.relative_to(root).as_posix() for path in sorted(target.rglob("*_triton*_*.json"))]
     if tuned and run_status.feeds_tables(status):
-        print("Tuned tiles came too. One of these makes them the shipped defaults, as a change to look at:")
+        print("Tuned tiles came too. One of these ships them, as a change to look at:")
         print(
-            *(f'    "$(scripts/setup.sh)" scripts/adopt_tuned.py {path} && git diff flashattn/' for path in tuned),
+            *(f'    "$(scripts/setup.sh)" scripts/adopt_tuned.py {path}' for path in tuned),
+            "and then: git add --intent-to-add flashattn/tuned && git diff flashattn/tuned",
             sep="\n",
         )
     return status

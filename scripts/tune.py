@@ -1,7 +1,7 @@
 """Measure the shipped tiles on this GPU and remember the fastest for each length bucket.
 
 Writes a file into the user's cache folder, one for each GPU, Triton release and code path, which flashattn picks
-up from then on; deleting it brings the shipped defaults back. float16 and bfloat16 share their tiles.
+up from then on; deleting it brings the shipped tiles back. float16 and bfloat16 share their tiles.
 """
 
 import argparse
@@ -40,17 +40,17 @@ def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
         tiles = configs.candidates(pass_, gpu, dtype, head_dim)
         times = {tile: measure.time(launch(tile).run, budget_ms, device=q.device).median_ms for tile in tiles}
         best = min(times, key=times.get)
-        fastest[configs.tuned_key(pass_, dtype, head_dim, configs.length_bucket(seqlen), causal)] = best
-        gain = times[configs.default_tile(tiles, pass_, configs.length_bucket(seqlen))] / times[best]
+        kind = dtype, head_dim, configs.length_bucket(seqlen), causal
+        fastest[configs.tuned_key(pass_, *kind)] = best
+        gain = times[configs.shipped_tile(pass_, gpu, *kind)] / times[best]
         mask = "causal" if causal else "full"
-        chosen = f"{best.block_m} x {best.block_n}, {best.num_warps} warps, {best.num_stages} stages"
-        print(f"  {pass_:8} d{head_dim} n{seqlen:<6} {mask:7}{chosen:34} {gain:.2f}x the default", flush=True)
+        print(f"  {pass_:8} d{head_dim} n{seqlen:<6} {mask:7}{best!s:34} {gain:.2f}x the shipped", flush=True)
     return fastest
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    lengths = [2**i for i in range(4, 16)]
+    lengths = list(configs.LENGTH_BUCKETS)
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], help="padded to powers of two")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="one for each bucket to tune")
     parser.add_argument("--dtypes", nargs="+", choices=["float16", "bfloat16", "float32"], default=["float16"])

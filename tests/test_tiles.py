@@ -9,15 +9,9 @@ import torch
 from oracle import DEVICE, dense, inputs, score_condition
 
 from flashattn import configs, turing
-from flashattn.configs import PASSES, TILES, Device, Tile
+from flashattn.configs import DEVICES, PASSES, TILES, Device, Tile
 from flashattn.testing import check
 
-DEVICES = {
-    "sm_75": Device("T4", 75, 65536),
-    "sm_80": Device("A100", 80, 166912),
-    "sm_86": Device("L4", 89, 101376),
-    "sm_90": Device("H100", 90, 232448),
-}
 HERE = configs.device_of(torch.device(DEVICE))
 
 
@@ -145,14 +139,27 @@ def test_length_buckets():
 
 @pytest.fixture
 def tuned(monkeypatch, tmp_path):
-    """A device with a cache folder of its own, and nothing remembered."""
+    """A device with a cache folder and shipped files of its own, and nothing remembered."""
     pytest.importorskip("triton", reason="Triton is not installed")
     monkeypatch.setenv("FLASHATTN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(configs, "shipped_file", lambda architecture: tmp_path / "shipped" / f"{architecture}.json")
     device = dataclasses.replace(DEVICES["sm_86"], name="Some GPU (24 GB)")
     monkeypatch.setattr(configs, "device_of", lambda _: device)
+    forget()
     yield device
-    configs.load_tuned.cache_clear()
-    configs._choose.cache_clear()
+    forget()
+
+
+def forget():
+    for cached in (configs.load_shipped, configs.load_tuned, configs._choose):
+        cached.cache_clear()
+
+
+def ship(pass_="forward", causal=True, **tiles):
+    """Ship tiles for 16 bits and head dim 64, by length bucket: n1024=tile."""
+    entries = {configs.tuned_key(pass_, torch.float16, 64, int(n[1:]), causal): tile for n, tile in tiles.items()}
+    configs.write_tiles(configs.shipped_file("sm_86"), entries)
+    forget()
 
 
 def test_tuned_tiles_are_picked_up(tuned):
@@ -179,6 +186,94 @@ def test_a_broken_tuned_file_is_ignored_with_a_warning(tuned, text):
 
 def test_a_tuned_tile_that_is_no_candidate_is_not_used(tuned):
     key = configs.tuned_key("forward", torch.float16, 64, 1024, True)
-    configs.tuned_file(tuned).write_text(json.dumps({key: dataclasses.asdict(Tile(512, 512, 4))}))
     q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
-    assert configs.choose("forward", q, 900, True) == configs.candidates("forward", tuned, torch.float16, 64)[0]
+    tiles = configs.candidates("forward", tuned, torch.float16, 64)
+    ship(n1024=Tile(512, 512, 4), n4096=tiles[1])
+    configs.tuned_file(tuned).write_text(json.dumps({key: dataclasses.asdict(Tile(512, 512, 4))}))
+    assert configs.choose("forward", q, 900, True) == tiles[1]  # the nearest that is one
+    ship(n1024=Tile(512, 512, 4))
+    assert configs.choose("forward", q, 900, True) == tiles[0]
+
+
+def test_order_of_preference(tuned):
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
+    table, shipped, own = configs.candidates("forward", tuned, torch.float16, 64)[:3]
+    assert configs.choose("forward", q, 900, True) == table
+    ship(n1024=shipped)
+    assert configs.choose("forward", q, 900, True) == configs.choose("forward", q.bfloat16(), 900, True) == shipped
+    assert configs.choose("forward", q, 900, False) == table
+    assert configs.choose("forward", q.float(), 900, True) in configs.candidates("forward", tuned, torch.float32, 64)
+    configs.save_tuned(tuned, {configs.tuned_key("forward", torch.float16, 64, 1024, True): own})
+    assert configs.choose("forward", q, 900, True) == own
+    assert configs.choose("forward", q, 1025, True) == shipped  # another bucket
+
+
+def test_the_interpreter_has_the_default(tuned, monkeypatch):
+    monkeypatch.setattr(configs, "device_of", lambda _: configs.INTERPRETER)
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
+    tiles = TILES["sm_75"]["forward", 2][64]
+    key = configs.tuned_key("forward", torch.float16, 64, 1024, True)
+    configs.write_tiles(configs.shipped_file("sm_75"), {key: tiles[1]})
+    configs.write_tiles(configs.tuned_file(configs.INTERPRETER), {key: tiles[1]})
+    forget()
+    assert configs.choose("forward", q, 1024, True) == tiles[0]
+    assert configs.shipped_tile("forward", DEVICES["sm_75"], torch.float16, 64, 1024, True) == tiles[1]
+
+
+@pytest.mark.parametrize(
+    ("length", "expected"),
+    [(128, 1), (256, 1), (512, 1), (1024, 1), (2048, 2), (4096, 2), (10**6, 2)]  # 1024 is as near to both
+    + [(64, 2), (16, 2)],  # where the nearest is too tall, the table's default
+)
+def test_a_length_that_was_not_tuned_has_the_nearest_tile(tuned, monkeypatch, length, expected):
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
+    tiles = Tile(128, 64, 4), Tile(128, 32, 4), Tile(64, 64, 4)
+    monkeypatch.setattr(configs, "candidates", lambda *_: tiles)
+    ship(n512=tiles[1], n2048=tiles[2])
+    assert configs.choose("forward", q, length, True) == tiles[expected]
+    assert configs.choose("forward", q, length, False) == configs.default_tile(tiles, "forward", length)
+    ship(n16=tiles[1])
+    assert configs.choose("forward", q, 16, True) == tiles[1]  # what was tuned for a length is used there
+
+
+def test_a_new_register_count_voids_no_file(tuned):
+    key = configs.tuned_key("forward", torch.float16, 64, 1024, True)
+    best = configs.candidates("forward", tuned, torch.float16, 64)[1]
+    entry = dataclasses.asdict(best) | {"registers": 99, "stack_bytes": 8}
+    configs.tuned_file(tuned).write_text(json.dumps({key: entry}))
+    assert configs.choose("forward", torch.empty(1, 1, 1, 64, dtype=torch.float16), 1024, True) == best
+
+
+def test_files_are_read_once(tuned, monkeypatch):
+    q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
+    tiles = configs.candidates("forward", tuned, torch.float16, 64)
+    ship(n512=tiles[1])
+    configs.write_tiles(configs.tuned_file(tuned), {configs.tuned_key("dq", torch.float16, 64, 512, True): tiles[1]})
+    read = []
+    monkeypatch.setattr(
+        configs, "read_tiles", lambda path, original=configs.read_tiles: read.append(path) or original(path)
+    )
+    assert configs.choose("forward", q, 512, True) == tiles[1]
+    assert read == [configs.tuned_file(tuned), configs.shipped_file("sm_86")]
+    for forbidden in ("exists", "stat", "open", "read_text"):
+        monkeypatch.setattr(type(read[0]), forbidden, None)
+    for length in (500, 512, 4096):
+        assert configs.choose("forward", q, length, True) == tiles[1]
+    configs.choose("dkdv", q.float(), 512, False)
+    assert len(read) == 2
+
+
+def test_a_file_of_tiles_is_short_and_comes_back(tmp_path):
+    tiles = {
+        "dq 16bit d64 n128 full": Tile(64, 32, 4, 2, registers=99),
+        "dq 16bit d64 n64 full": Tile(8, 16, 1, reload=True),
+    }
+    configs.write_tiles(tmp_path / "a" / "b.json", tiles)
+    assert (tmp_path / "a" / "b.json").read_text().splitlines() == [
+        "{",
+        '  "dq 16bit d64 n64 full": {"block_m": 8, "block_n": 16, "num_warps": 1, "reload": true},',
+        '  "dq 16bit d64 n128 full": {"block_m": 64, "block_n": 32, "num_warps": 4, "num_stages": 2}',
+        "}",
+    ]
+    assert configs.read_tiles(tmp_path / "a" / "b.json") == tiles
+    assert list((tmp_path / "a").iterdir()) == [tmp_path / "a" / "b.json"]

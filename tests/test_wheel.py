@@ -39,6 +39,8 @@ def test_wheel_installs_alone_and_runs(tmp_path):
     assert done.returncode == 0, done.stderr
     names = {path.name.split("-")[0] for path in site.iterdir()}
     assert names == {"flashattn"}
+    shipped = sorted(path.name for path in (ROOT / "flashattn" / "tuned").iterdir())
+    assert shipped and sorted(path.name for path in (site / "flashattn" / "tuned").iterdir()) == shipped
     clean = environment() | {"PYTHONPATH": str(site)}
     used = subprocess.run([sys.executable, "-c", USE, site], capture_output=True, text=True, env=clean, cwd=tmp_path)
     assert used.returncode == 0, used.stderr

@@ -13,7 +13,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -50,7 +50,7 @@ WARMUP_MS = 20.0
 MAX_SAMPLES = 100
 ROUNDS = 5  # of calls that are timed in turns
 TURN_WARMUP_MS = 2.0  # the clocks are up from the turn before
-LONG_MS = 100.0  # from here on a turn has no call to warm up
+LONG_MS = 100.0  # from here on a call does not warm up at each turn
 WALL_CALLS = 200  # at most, of one sample of wall time
 CHUNK_S = 0.1  # how long sustained() runs between two looks at the clock
 
@@ -151,12 +151,15 @@ def time_in_turns(
     device: torch.device | None = None,
     *,
     wall: bool = False,
+    warm_up: Collection[str] = (),
 ) -> dict[str, tuple[Timing, dict] | Exception]:
     """Time several calls as time() does, in turns, so that clocks that drift meet all of them alike.
 
     Each of `calls` makes a context that gives the call; it is entered anew at every turn, and what it holds is freed
     in between. The order of a round is that of the round before, reversed. With `wall` a sample is the wall time of
     many calls in a row, up to when the device is done: what a call costs where Python cannot keep ahead of the GPU.
+    Long calls do not warm up at each turn, but for those named in `warm_up`: such as need so much memory that the
+    allocator must first take it back from the turns before.
 
     Returns for each name its timing and the median of live_state() while it ran, or the exception that it raised.
     """
@@ -168,7 +171,7 @@ def time_in_turns(
             launches, count, estimate_ms = _plan(call, budget_ms, min_samples, device)
         if wall:
             launches, count = min(max(int(budget_ms / ROUNDS / estimate_ms), 1), WALL_CALLS), ROUNDS
-        warmup = 0 if estimate_ms >= LONG_MS else math.ceil(TURN_WARMUP_MS / estimate_ms)
+        warmup = math.ceil(TURN_WARMUP_MS / estimate_ms) if estimate_ms < LONG_MS or name in warm_up else 0
         plans[name] = warmup, launches, math.ceil(count / ROUNDS)
 
     def take(name: str) -> None:

@@ -32,14 +32,14 @@ QUICK_TUNE = "--head-dims 64 --seq-lens 2048 --causal yes --budget-ms 10".split(
 #   65 in each pass, both passes at once on 4 cores that count as 2.5; the tuner 12 or 48, the benchmark 6 or 25.
 # - all tests: 94 s by 8 processes beside an NVIDIA H200, so 750 s of a core; taken as twice that, for both passes.
 # - useful operations of the benchmark times the calls of a measurement (a check, two peaks of memory, two calls to
-#   plan, five turns that warm up calls of less than 100 ms), at rates near those that others saw on a T4 (flashattn 20
-#   TFLOP/s, SDPA EFFICIENT 15, naive attention 3, SDPA MATH 2, a matrix product 22, fp64 0.2): up to length 16,384 0.6
-#   minutes or 8.5, the two lengths beyond none or 6.8, grouped heads 0.4 or 0.8; of the tuner none or 7.
-# - three times without a pause: 5 s after 5 s of rest, or 60 s after 20 s, so half a minute or 4. FlexAttention, taken
-#   to refuse after half a minute of compiling each kind of its kernels: 2 kinds or 8, so 1 minute or 4. What else the
-#   benchmark does took 2 minutes beside the H200 in full, taken as 1 minute or 4.
+#   plan, five turns), at rates near those that others saw on a T4 (flashattn 20 TFLOP/s, SDPA EFFICIENT 15, naive
+#   attention 3, SDPA MATH 2, a matrix product 22, fp64 0.2): up to length 16,384 0.7 minutes or 10.2, the two lengths
+#   beyond none or 6.8, grouped heads 0.5 or 1, the host's cost less; of the tuner none or 7.
+# - three times without a pause, 5 s after 5 s of rest or 60 s after 10 s: half a minute or 3.5. FlexAttention, taken to
+#   refuse after half a minute of compiling for each kind of kernel: 2 kinds or 8, so 1 minute or 4. What else the
+#   benchmark does took 2 minutes beside the H200, in full and with fewer parts; taken as 1 or 4.
 # - 13 Triton releases: 6 minutes on two cores of that EPYC, taken as 12, and 2.5 GB to download.
-MINUTES = {TESTS: (4, 20), TUNE: (1, 10), BENCHMARK: (4, 30), "03_triton_versions": (3, 15)}
+MINUTES = {TESTS: (4, 20), TUNE: (1, 10), BENCHMARK: (4, 31), "03_triton_versions": (3, 15)}
 OTHER_MINUTES = (5, 30)  # of a notebook that is not listed
 PREPARING_MINUTES = 2  # packages, the machine's facts, a Triton release, flashattn.doctor
 SLACK = 3  # how many times its estimate a step may take

@@ -141,6 +141,19 @@ def test_a_turn_that_fails_ends_only_its_own_call(clock, fails_at):
     assert timings["good"][0].samples == 5 and count == fails_at
 
 
+@pytest.mark.parametrize(("call_ms", "warm_up", "calls"), [(50, (), 12), (150, (), 7), (150, ("a",), 12)])
+def test_only_turns_of_long_calls_do_without_a_warm_up(clock, call_ms, warm_up, calls):
+    count = 0
+
+    def call():
+        nonlocal count
+        count += 1
+        clock.now += call_ms / 1e3
+
+    timings = measure.time_in_turns(turns(a=call)[0], 20.0, device=torch.device("cpu"), warm_up=warm_up)
+    assert timings["a"][0].samples == 5 and count == calls  # two to plan, and five samples
+
+
 def test_turns_in_wall_time_are_many_calls_a_sample(clock):
     calls = 0
 

@@ -5,16 +5,20 @@ L2 cache between launches: in a model the projection before an attention has jus
 """
 
 import csv
+import ctypes
+import functools
 import importlib.metadata
 import math
 import os
 import platform
+import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from time import perf_counter
+from time import perf_counter, sleep
 
 import torch
 
@@ -31,9 +35,24 @@ GPU_QUERY = {
     "temperature_c": "temperature.gpu",
 }
 
+# The NVML function behind a column of live_state(), what it is asked for, and the column's unit in its own.
+NVML_QUERY = {
+    "sm_clock_mhz": ("nvmlDeviceGetClockInfo", (1,), 1),
+    "memory_clock_mhz": ("nvmlDeviceGetClockInfo", (2,), 1),
+    "power_draw_w": ("nvmlDeviceGetPowerUsage", (), 1000),
+    "temperature_c": ("nvmlDeviceGetTemperature", (0,), 1),
+}
+# NVML's bits for why the clocks are held down, without those for idling and for clocks that the user has set.
+THROTTLE = {0x04: "power cap", 0x08: "hardware slowdown", 0x20: "thermal", 0x40: "thermal", 0x80: "power brake"}
+
 MIN_SAMPLE_MS = 1.0  # shorter calls share a sample: an event resolves half a microsecond
 WARMUP_MS = 20.0
 MAX_SAMPLES = 100
+ROUNDS = 5  # of calls that are timed in turns
+TURN_WARMUP_MS = 2.0  # the clocks are up from the turn before
+LONG_MS = 100.0  # from here on a call does not warm up at each turn
+WALL_CALLS = 200  # at most, of one sample of wall time
+CHUNK_S = 0.1  # how long sustained() runs between two looks at the clock
 
 
 @dataclass(frozen=True)
@@ -121,18 +140,126 @@ def time(
     At least `min_samples` are taken, however long they are; short calls share a sample.
     """
     device = device or default_device()
+    launches, count, _ = _plan(fn, budget_ms, min_samples, device)
+    return _timing(_samples(fn, launches, count, device))
+
+
+def time_in_turns(
+    calls: Mapping[str, Callable[[], AbstractContextManager[Callable[[], object]]]],
+    budget_ms: float = 100.0,
+    min_samples: int = 5,
+    device: torch.device | None = None,
+    *,
+    wall: bool = False,
+    warm_up: Collection[str] = (),
+) -> dict[str, tuple[Timing, dict] | Exception]:
+    """Time several calls as time() does, in turns, so that clocks that drift meet all of them alike.
+
+    Each of `calls` makes a context that gives the call; it is entered anew at every turn, and what it holds is freed
+    in between. The order of a round is that of the round before, reversed. With `wall` a sample is the wall time of
+    many calls in a row, up to when the device is done: what a call costs where Python cannot keep ahead of the GPU.
+    Long calls do not warm up at each turn, but for those named in `warm_up`: such as need so much memory that the
+    allocator must first take it back from the turns before.
+
+    Returns for each name its timing and the median of live_state() while it ran, or the exception that it raised.
+    """
+    device = device or default_device()
+    plans, samples, states, failed = {}, {name: [] for name in calls}, {name: [] for name in calls}, {}
+
+    def plan(name: str) -> None:
+        with calls[name]() as call:
+            launches, count, estimate_ms = _plan(call, budget_ms, min_samples, device)
+        if wall:
+            launches, count = min(max(int(budget_ms / ROUNDS / estimate_ms), 1), WALL_CALLS), ROUNDS
+        warmup = math.ceil(TURN_WARMUP_MS / estimate_ms) if estimate_ms < LONG_MS or name in warm_up else 0
+        plans[name] = warmup, launches, math.ceil(count / ROUNDS)
+
+    def take(name: str) -> None:
+        warmup, launches, count = plans[name]
+        with calls[name]() as call:
+            for _ in range(warmup):  # not awaited: the first sample finds the GPU at work
+                call()
+            sample = _wall_samples if wall else _samples
+            samples[name] += sample(call, launches, count, device, lambda: states[name].append(live_state(device)))
+
+    for turn in range(ROUNDS + 1):
+        for name in list(calls)[:: -1 if turn % 2 else 1]:
+            if name not in failed:
+                try:
+                    take(name) if turn else plan(name)
+                except Exception as error:
+                    failed[name] = error.with_traceback(None)  # whose frames hold tensors
+    timings = {name: (_timing(samples[name]), _median_state(states[name])) for name in calls if name not in failed}
+    if not all(state for _, state in timings.values()):  # no NVML, and nvidia-smi is too slow to be asked at every turn
+        asked = gpu_state(device)
+        timings = {name: (timing, state or asked) for name, (timing, state) in timings.items()}
+    return timings | failed
+
+
+def _plan(fn: Callable[[], object], budget_ms: float, min_samples: int, device: torch.device) -> tuple[int, int, float]:
+    """How many calls share a sample, how many samples fill the budget, and what a call takes in ms, warmed up."""
     fn()  # compiles, and allocates what later calls reuse
     estimate_ms = max(_samples(fn, 1, 1, device)[0], 1e-4)
     _samples(fn, 1, int(WARMUP_MS / estimate_ms), device)
     launches = math.ceil(MIN_SAMPLE_MS / estimate_ms)
     count = int(budget_ms / (launches * estimate_ms))
-    samples = torch.tensor(_samples(fn, launches, min(max(count, min_samples), MAX_SAMPLES), device))
-    p20, median, p80 = samples.quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
+    return launches, min(max(count, min_samples), MAX_SAMPLES), estimate_ms
+
+
+def _timing(samples: list[float]) -> Timing:
+    p20, median, p80 = torch.tensor(samples).quantile(torch.tensor([0.2, 0.5, 0.8])).tolist()
     return Timing(median, p20, p80, len(samples))
 
 
-def _samples(fn: Callable[[], object], launches: int, count: int, device: torch.device) -> list[float]:
-    """`count` samples of the milliseconds a call, each over `launches` calls."""
+def sustained(
+    fn: Callable[[], object], seconds: float, device: torch.device | None = None, rest_s: float = 0.0
+) -> list[dict]:
+    """Run `fn()` without a pause for `seconds`, after a call that compiles and `rest_s` of rest.
+
+    A row each for the first second, the whole time and the last second: window, seconds, calls, ms_per_call, and
+    live_state() at its end, where NVML is there.
+    """
+    device = device or default_device()
+    fn()
+    _wait(device)
+    sleep(rest_s)
+    marks = [(0.0, 0, {})]  # seconds, calls until then, and the state
+    chunk, start = 1, perf_counter()
+    while marks[-1][0] < seconds:
+        for _ in range(chunk):
+            fn()
+        state = live_state(device)  # while the last of them run
+        _wait(device)
+        marks.append((perf_counter() - start, marks[-1][1] + chunk, state))
+        chunk = max(1, int(CHUNK_S * marks[-1][1] / marks[-1][0]))
+    end = marks[-1][0]
+    first = next((mark for mark in marks if mark[0] >= 1.0), marks[-1])
+    before_last = next(mark for mark in reversed(marks[:-1]) if mark[0] <= max(end - 1.0, 0.0))
+    rows = []
+    for window, a, b in (
+        ("first second", marks[0], first),
+        ("whole", marks[0], marks[-1]),
+        ("last second", before_last, marks[-1]),
+    ):
+        took, calls = b[0] - a[0], b[1] - a[1]
+        state = b[2] or (gpu_state(device) if b is marks[-1] else {})
+        rows.append({"window": window, "seconds": took, "calls": calls, "ms_per_call": took * 1e3 / calls, **state})
+    return rows
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _samples(
+    fn: Callable[[], object],
+    launches: int,
+    count: int,
+    device: torch.device,
+    meanwhile: Callable[[], object] = lambda: None,
+) -> list[float]:
+    """`count` samples of the milliseconds a call, each over `launches` calls; `meanwhile()` while a GPU is at work."""
     if device.type == "cuda":
         with torch.cuda.device(device):
             events = [torch.cuda.Event(enable_timing=True) for _ in range(count + 1)]
@@ -141,6 +268,7 @@ def _samples(fn: Callable[[], object], launches: int, count: int, device: torch.
                 for _ in range(launches):
                     fn()
                 event.record()
+            meanwhile()
             torch.cuda.synchronize()
         return [a.elapsed_time(b) / launches for a, b in zip(events, events[1:], strict=False)]
     marks = [perf_counter()]
@@ -148,7 +276,24 @@ def _samples(fn: Callable[[], object], launches: int, count: int, device: torch.
         for _ in range(launches):
             fn()
         marks.append(perf_counter())
+    meanwhile()
     return [(b - a) * 1e3 / launches for a, b in zip(marks, marks[1:], strict=False)]
+
+
+def _wall_samples(
+    fn: Callable[[], object], launches: int, count: int, device: torch.device, meanwhile: Callable[[], object]
+) -> list[float]:
+    """As _samples(), but of wall time, from an idle device until it is done."""
+    samples = []
+    for _ in range(count):
+        _wait(device)
+        start = perf_counter()
+        for _ in range(launches):
+            fn()
+        _wait(device)
+        samples.append((perf_counter() - start) * 1e3 / launches)
+    meanwhile()
+    return samples
 
 
 def peak_memory(fn: Callable[[], object], device: torch.device | None = None) -> int:
@@ -170,30 +315,103 @@ def peak_memory(fn: Callable[[], object], device: torch.device | None = None) ->
     return torch.cuda.max_memory_allocated(device) - before
 
 
+def matmul(dtype: torch.dtype, device: torch.device | None = None) -> tuple[Callable[[], torch.Tensor], float]:
+    """A matrix product that is large enough to run at the device's rate, and its operations: cuBLAS on a GPU."""
+    device = device or default_device()
+    size = 8192 if device.type == "cuda" else 512
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    return lambda: a @ b, 2.0 * size**3
+
+
 def ceilings(dtype: torch.dtype, device: torch.device | None = None) -> Ceilings:
     """Measure both ceilings here and now: nominal rates say little about a card at its power limit."""
     device = device or default_device()
-    size, n_bytes = (8192, 1 << 30) if device.type == "cuda" else (1024, 1 << 26)
-    a, b = torch.randn(2, size, size, device=device).to(dtype)
-    matmul = time(lambda: a @ b, device=device)
+    product, product_flops = matmul(dtype, device)
+    timing = time(product, device=device)
+    n_bytes = 1 << (30 if device.type == "cuda" else 26)
     source = torch.zeros(n_bytes, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     copy = time(lambda: target.copy_(source), device=device)
-    return Ceilings(tflops=2 * size**3 / matmul.median_ms / 1e9, gb_per_s=2 * n_bytes / copy.median_ms / 1e6)
+    return Ceilings(tflops=product_flops / timing.median_ms / 1e9, gb_per_s=2 * n_bytes / copy.median_ms / 1e6)
 
 
 def gpu_state(device: torch.device | None = None) -> dict[str, str]:
-    """A GPU's driver, clocks, power and temperature this moment, by nvidia-smi: "" where it cannot say."""
+    """A GPU's driver, clocks, power and temperature this moment, by nvidia-smi, and why its clocks are held down.
+
+    The last is the column throttle, as in live_state(). "" for what cannot be said.
+    """
     device = device or default_device()
     values: list[str] = []
     if device.type == "cuda":
-        uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
         query = f"--query-gpu={','.join(GPU_QUERY.values())}"
-        values = _run("nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits").split(", ")
+        values = _run("nvidia-smi", f"--id={_uuid(device)}", query, "--format=csv,noheader,nounits").split(", ")
     if len(values) != len(GPU_QUERY):
-        return dict.fromkeys(GPU_QUERY, "")
+        values = [""] * len(GPU_QUERY)
     known = ["" if value.startswith("[") else value for value in values]  # "[N/A]"
-    return dict(zip(GPU_QUERY, known, strict=True))
+    throttle = live_state(device).get("throttle", "")
+    return dict(zip(GPU_QUERY, known, strict=True)) | {"throttle": throttle}
+
+
+def live_state(device: torch.device | None = None) -> dict[str, float | str]:
+    """What changes of gpu_state(), by NVML: quick enough to be read while the GPU is at work; {} without NVML.
+
+    throttle says why the clocks are held down, such as "power cap" or "power cap+thermal", or "no".
+    """
+    device = device or default_device()
+    found = _nvml(_uuid(device)) if device.type == "cuda" else None
+    if found is None:
+        return {}
+    nvml, handle = found
+
+    def ask(function: str, what: tuple[int, ...] = (), kind: type = ctypes.c_uint) -> int | None:
+        value = kind()
+        try:
+            failed = getattr(nvml, function)(handle, *what, ctypes.byref(value))
+        except AttributeError:  # this driver does not have it
+            return None
+        return None if failed else value.value
+
+    state: dict[str, float | str] = {}
+    for column, (function, what, unit) in NVML_QUERY.items():
+        value = ask(function, what)
+        state[column] = "" if value is None else value / unit
+    bits = ask("nvmlDeviceGetCurrentClocksEventReasons", kind=ctypes.c_ulonglong)
+    if bits is None:  # before driver 535 it had another name
+        bits = ask("nvmlDeviceGetCurrentClocksThrottleReasons", kind=ctypes.c_ulonglong)
+    reasons = dict.fromkeys(name for bit, name in THROTTLE.items() if (bits or 0) & bit)
+    state["throttle"] = "" if bits is None else "+".join(reasons) or "no"
+    return state
+
+
+def _median_state(states: list[dict]) -> dict:
+    """One state of several: of numbers the median, of throttle all reasons that were seen; {} of empty ones."""
+    states = [state for state in states if state]
+    if not states:
+        return {}
+    joined = {}
+    for column in NVML_QUERY:
+        numbers = [state[column] for state in states if state[column] != ""]
+        joined[column] = statistics.median(numbers) if numbers else ""
+    told = dict.fromkeys(reason for state in states for reason in state["throttle"].split("+") if reason)
+    joined["throttle"] = "+".join(reason for reason in told if reason != "no") or ("no" if told else "")
+    return joined
+
+
+@functools.cache
+def _nvml(uuid: str) -> tuple[ctypes.CDLL, ctypes.c_void_p] | None:
+    """NVML, which comes with the driver, and its handle of a GPU; None where either is not to be had."""
+    handle = ctypes.c_void_p()
+    try:
+        nvml = ctypes.CDLL("libnvidia-ml.so.1")
+        if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByUUID(uuid.encode(), ctypes.byref(handle)):
+            return None
+    except (OSError, AttributeError):
+        return None
+    return nvml, handle
+
+
+def _uuid(device: torch.device) -> str:
+    return "GPU-" + str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
 
 
 def commit() -> dict[str, str]:

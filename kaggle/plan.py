@@ -12,7 +12,17 @@ ONCE = ("03_triton_versions",)  # brings Triton releases of its own: the first p
 # What a quick run tells the notebooks: tests that compile few kernels, a few rows, two releases.
 QUICK = {
     TESTS: {"pytest_args": ["tests/test_attention.py", "-k", "(lengths or scores or grouped) and not 1000"]},
-    BENCHMARK: {"seq_lens": [512, 2048, 8192], "head_dims": [64], "causal": [True], "budget_ms": 20.0},
+    BENCHMARK: {
+        "seq_lens": [512, 2048, 8192],
+        "long_seq_lens": [],
+        "head_dims": [64],
+        "causal": [True],
+        "budget_ms": 20.0,
+        "peer_seq_lens": [2048],
+        "grouped_seq_lens": [2048],
+        "host_seq_lens": [128, 512],
+        "sustained_s": 5.0,
+    },
     "03_triton_versions": {"releases": ["3.2.0", "3.6.0"]},
 }
 QUICK_TUNE = "--head-dims 64 --seq-lens 2048 --causal yes --budget-ms 10".split()
@@ -21,11 +31,15 @@ QUICK_TUNE = "--head-dims 64 --seq-lens 2048 --causal yes --budget-ms 10".split(
 # - compiling a kernel for sm_75: 1 s on a core of an AMD EPYC, taken as 3 s there. The tests of a quick run need some
 #   65 in each pass, both passes at once on 4 cores that count as 2.5; the tuner 12 or 48, the benchmark 6 or 25.
 # - all tests: 94 s by 8 processes beside an NVIDIA H200, so 750 s of a core; taken as twice that, for both passes.
-# - useful operations of the benchmark times the calls of a measurement, at rates near those that others saw on a T4
-#   (flashattn 20 TFLOP/s, SDPA EFFICIENT 15, naive attention 3, SDPA MATH 2, fp64 0.2): half a minute or 5; of the
-#   tuner none or 7. What else the benchmark does took 2 minutes beside the H200, taken as 4.
+# - useful operations of the benchmark times the calls of a measurement (a check, two peaks of memory, two calls to
+#   plan, five turns), at rates near those that others saw on a T4 (flashattn 20 TFLOP/s, SDPA EFFICIENT 15, naive
+#   attention 3, SDPA MATH 2, a matrix product 22, fp64 0.2): up to length 16,384 0.7 minutes or 10.2, the two lengths
+#   beyond none or 6.8, grouped heads 0.5 or 1, the host's cost less; of the tuner none or 7.
+# - three times without a pause, 5 s after 5 s of rest or 60 s after 10 s: half a minute or 3.5. FlexAttention, taken to
+#   refuse after half a minute of compiling for each kind of kernel: 2 kinds or 8, so 1 minute or 4. What else the
+#   benchmark does took 2 minutes beside the H200, in full and with fewer parts; taken as 1 or 4.
 # - 13 Triton releases: 6 minutes on two cores of that EPYC, taken as 12, and 2.5 GB to download.
-MINUTES = {TESTS: (4, 20), TUNE: (1, 10), BENCHMARK: (2, 12), "03_triton_versions": (3, 15)}
+MINUTES = {TESTS: (4, 20), TUNE: (1, 10), BENCHMARK: (4, 31), "03_triton_versions": (3, 15)}
 OTHER_MINUTES = (5, 30)  # of a notebook that is not listed
 PREPARING_MINUTES = 2  # packages, the machine's facts, a Triton release, flashattn.doctor
 SLACK = 3  # how many times its estimate a step may take

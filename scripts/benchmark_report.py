@@ -28,9 +28,16 @@ def describe(frame: pd.DataFrame) -> str:
     )
 
 
+def part(frame: pd.DataFrame, name: str) -> pd.DataFrame:
+    """Its rows of one of benchmark.PARTS; those of before there were parts are all the first's."""
+    return frame[frame["part"] == name] if "part" in frame else frame
+
+
 def table(frame: pd.DataFrame, value: str) -> pd.DataFrame:
     """`value` with a line for each mode and shape and a column for each provider; NaN is not measured."""
-    wide = frame.pivot(index=["mode", *PANEL, "seqlen"], columns="provider", values=value)
+    grouped = "heads_k" in frame and (frame["heads_k"] != frame["heads"]).any()
+    shape = [*PANEL, *(["heads", "heads_k"] if grouped else []), "seqlen"]
+    wide = frame.pivot(index=["mode", *shape], columns="provider", values=value)
     return wide[frame["provider"].unique()].astype(float)
 
 

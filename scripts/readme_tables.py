@@ -26,6 +26,9 @@ COLUMNS = {
     "sdpa_flash": "SDPA FLASH",
     "sdpa_cudnn": "SDPA cuDNN",
     "sdpa_efficient": "SDPA EFFICIENT",
+    "flex": "FlexAttention",
+    "flash_attn_triton": "flash-attn-triton",
+    "flash_attention_triton": "flash-attention-triton",
 }
 
 
@@ -52,6 +55,8 @@ def shows(csv: Path, kind: str, mode: str) -> bool:
 def table(csv: Path, mode: str) -> str:
     """The table of one mode in Markdown: TFLOP/s, and how many times SDPA FLASH, or else EFFICIENT, flashattn is."""
     rows = pd.read_csv(csv, dtype=dict.fromkeys(("commit", "torch", "triton", "driver"), str))
+    if "part" in rows:  # of before there were parts all rows are of this one
+        rows = rows[rows["part"] == "lengths"]
     rows = rows[rows["mode"] == mode]
     if rows.empty:
         raise ValueError(f"table: got mode {mode!r}, which {csv.parent.name}/{csv.name} does not have")

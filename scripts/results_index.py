@@ -82,10 +82,11 @@ def shown_by_notebooks(folder: Path, fact: str) -> str:
 
 
 def rows(folder: Path) -> list[dict[str, str]]:
-    """flashattn's rows of attention.csv."""
+    """flashattn's rows of attention.csv, of its part "lengths"."""
     try:
         with (folder / "attention.csv").open(newline="", encoding="utf-8") as file:
-            return [row for row in csv.DictReader(file) if row.get("provider") == "flashattn"]
+            ours = [row for row in csv.DictReader(file) if row.get("provider") == "flashattn"]
+            return [row for row in ours if row.get("part", "lengths") == "lengths"]  # older ones have no parts
     except (OSError, ValueError, csv.Error):
         return []
 

@@ -31,6 +31,9 @@ SMALL = {
         "dtype": "float32",
         "tokens": 256,
         "width": 128,
+        "long_seq_lens": [],
+        "grouped_seq_lens": [128],
+        "host_seq_lens": [128],
     },
 }
 

@@ -3,6 +3,7 @@
 import csv
 import shutil
 import subprocess
+from contextlib import contextmanager
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +82,138 @@ def test_time_shares_samples_of_short_calls_and_takes_five_of_long_ones(clock, c
     assert calls >= 34 * samples if call_ms < 1 else calls == 2 + samples
 
 
+def turns(**fns):
+    """What time_in_turns() takes, and a list of what entered and left."""
+    log = []
+
+    def entered(name):
+        @contextmanager
+        def context():
+            log.append(name)
+            yield fns[name]
+            log.append(f"-{name}")
+
+        return context
+
+    return {name: entered(name) for name in fns}, log
+
+
+def test_turns_alternate_and_hold_one_call_at_a_time(clock):
+    def call():
+        clock.now += 0.01
+
+    calls, log = turns(a=call, b=call)
+    timings = measure.time_in_turns(calls, budget_ms=100.5, device=torch.device("cpu"))
+    there, back = ["a", "-a", "b", "-b"], ["b", "-b", "a", "-a"]
+    assert log == (there + back) * (measure.ROUNDS // 2 + 1)
+    assert [timing.samples for timing, _ in timings.values()] == [10, 10]
+    assert timings["a"][0].median_ms == pytest.approx(10)
+    assert timings["a"][1] == dict.fromkeys([*measure.GPU_QUERY, "throttle"], "")
+
+
+def test_turns_share_a_clock_that_drifts(clock):
+    """One after the other, the second of two equal calls would seem slower by half."""
+
+    def call():
+        clock.now += 0.01 * (1 + clock.now)
+
+    timings = measure.time_in_turns(turns(a=call, b=call)[0], budget_ms=100.0, device=torch.device("cpu"))
+    assert timings["a"][0].median_ms == pytest.approx(timings["b"][0].median_ms, rel=0.05)
+    assert timings["a"][0].p80_ms > 1.1 * timings["a"][0].p20_ms
+
+
+@pytest.mark.parametrize("fails_at", [1, 7])
+def test_a_turn_that_fails_ends_only_its_own_call(clock, fails_at):
+    count = 0
+
+    def good():
+        clock.now += 0.01
+
+    def bad():
+        nonlocal count
+        count += 1
+        good()
+        if count == fails_at:
+            raise torch.OutOfMemoryError("no room")
+
+    timings = measure.time_in_turns(turns(bad=bad, good=good)[0], budget_ms=50.0, device=torch.device("cpu"))
+    assert isinstance(timings["bad"], torch.OutOfMemoryError) and timings["bad"].__traceback__ is None
+    assert timings["good"][0].samples == 5 and count == fails_at
+
+
+@pytest.mark.parametrize(("call_ms", "warm_up", "calls"), [(50, (), 12), (150, (), 7), (150, ("a",), 12)])
+def test_only_turns_of_long_calls_do_without_a_warm_up(clock, call_ms, warm_up, calls):
+    count = 0
+
+    def call():
+        nonlocal count
+        count += 1
+        clock.now += call_ms / 1e3
+
+    timings = measure.time_in_turns(turns(a=call)[0], 20.0, device=torch.device("cpu"), warm_up=warm_up)
+    assert timings["a"][0].samples == 5 and count == calls  # two to plan, and five samples
+
+
+def test_turns_in_wall_time_are_many_calls_a_sample(clock):
+    calls = 0
+
+    def call():
+        nonlocal calls
+        calls += 1
+        clock.now += 0.0001
+
+    timing, _ = measure.time_in_turns(turns(a=call)[0], 50.0, device=torch.device("cpu"), wall=True)["a"]
+    assert timing.samples == measure.ROUNDS and timing.median_ms == pytest.approx(0.1)
+    assert calls > measure.ROUNDS * 90
+
+
+def test_turns_have_the_state_of_their_own_samples(clock, monkeypatch):
+    temperatures = iter(range(100))
+    running = []
+    reasons = {"a": "no", "b": "power cap"}
+
+    def state(device):
+        live = {"sm_clock_mhz": 1000.0, "memory_clock_mhz": "", "power_draw_w": 70.0}
+        return live | {"temperature_c": next(temperatures), "throttle": reasons[running[-1]]}
+
+    def call(name):
+        running.append(name)
+        clock.now += 0.01
+
+    monkeypatch.setattr(measure, "live_state", state)
+    calls, _ = turns(a=lambda: call("a"), b=lambda: call("b"))
+    timings = measure.time_in_turns(calls, 50.0, device=torch.device("cpu"))
+    # five rounds: b is read before a in the first, third and fifth
+    common = {"sm_clock_mhz": 1000.0, "memory_clock_mhz": "", "power_draw_w": 70.0}
+    assert timings["a"][1] == common | {"temperature_c": 5, "throttle": "no"}
+    assert timings["b"][1] == common | {"temperature_c": 4, "throttle": "power cap"}
+
+
+def test_sustained_tells_a_card_that_slows_down(clock, monkeypatch):
+    rests = []
+
+    def call():
+        clock.now += 0.010 if clock.now < 1.5 else 0.020
+
+    monkeypatch.setattr(measure, "sleep", rests.append)
+    monkeypatch.setattr(measure, "live_state", lambda device: {"temperature_c": clock.now})
+    first, whole, last = measure.sustained(call, 5.0, torch.device("cpu"), rest_s=20.0)
+    assert rests == [20.0]
+    assert [row["window"] for row in (first, whole, last)] == ["first second", "whole", "last second"]
+    assert first["ms_per_call"] == pytest.approx(10) and last["ms_per_call"] == pytest.approx(20)
+    assert 10 < whole["ms_per_call"] < 20 and whole["seconds"] == pytest.approx(5, abs=0.25)
+    assert first["seconds"] == pytest.approx(1, abs=0.15) and last["seconds"] == pytest.approx(1, abs=0.25)
+    assert first["temperature_c"] < 1.2 and last["temperature_c"] == whole["temperature_c"] > 5
+
+
+def test_sustained_shorter_than_a_call(clock):
+    def call():
+        clock.now += 3.0
+
+    rows = measure.sustained(call, 1.0, torch.device("cpu"))
+    assert [row["calls"] for row in rows] == [1, 1, 1] and rows[0]["ms_per_call"] == pytest.approx(3000)
+
+
 def test_peak_memory_is_refused_off_the_gpu():
     with pytest.raises(ValueError, match="device: got cpu, accepted is a CUDA device"):
         measure.peak_memory(lambda: None, torch.device("cpu"))
@@ -111,7 +244,7 @@ def test_time_on_the_gpu_grows_with_the_work():
 
 def test_metadata_has_every_column():
     metadata = measure.run_metadata()
-    gpu_only = ["gpu", "capability", *measure.GPU_QUERY]
+    gpu_only = ["gpu", "capability", *measure.GPU_QUERY, "throttle"]
     always = ["torch", "python", "platform", "commit", "dirty", "date"]
     assert list(metadata) == ["device", *gpu_only, "torch", "triton", "cuda", *always[1:]]
     assert all(metadata[name] for name in always)
@@ -137,9 +270,78 @@ def test_gpu_state_reads_nvidia_smi(monkeypatch):
         "power_draw_w": "68.31",
         "power_limit_w": "",
         "temperature_c": "61",
+        "throttle": "",
     }
     monkeypatch.setattr(measure, "_run", lambda *command: "")
     assert set(measure.gpu_state(torch.device("cuda", 0)).values()) == {""}
+
+
+class FakeNvml:
+    """NVML as a driver has it: functions that write through a pointer, 0 for success."""
+
+    def __init__(self, bits, **functions):
+        self.functions = {
+            "nvmlDeviceGetClockInfo": lambda handle, which, out: self.write(out, {1: 1237, 2: 5000}[which]),
+            "nvmlDeviceGetPowerUsage": lambda handle, out: self.write(out, 69_500),
+            "nvmlDeviceGetTemperature": lambda handle, which, out: 3,  # NVML_ERROR_NOT_SUPPORTED
+            "nvmlDeviceGetCurrentClocksThrottleReasons": lambda handle, out: self.write(out, bits),
+            "nvmlInit_v2": lambda: 0,
+            "nvmlDeviceGetHandleByUUID": lambda uuid, out: 0 if uuid == b"GPU-1-2" else 6,
+        } | functions
+
+    @staticmethod
+    def write(out, value):
+        out._obj.value = value
+        return 0
+
+    def __getattr__(self, name):
+        try:
+            return self.functions[name]
+        except KeyError:
+            raise AttributeError(name) from None
+
+
+@pytest.fixture
+def nvml(monkeypatch):
+    """Gives a GPU of uuid 1-2 an NVML."""
+    measure._nvml.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid="1-2"))
+
+    def set_up(bits, **functions):
+        measure._nvml.cache_clear()
+        monkeypatch.setattr(measure.ctypes, "CDLL", lambda name: FakeNvml(bits, **functions))
+
+    yield set_up
+    measure._nvml.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("bits", "throttle"), [(0, "no"), (1 | 2, "no"), (4, "power cap"), (4 | 32 | 64, "power cap+thermal")]
+)
+def test_live_state_reads_nvml(nvml, bits, throttle):
+    gpu = torch.device("cuda", 0)
+    nvml(bits)  # of a driver that has the bits under their old name only
+    state = {"sm_clock_mhz": 1237, "memory_clock_mhz": 5000, "power_draw_w": 69.5, "temperature_c": ""}
+    assert measure.live_state(gpu) == state | {"throttle": throttle}
+    nvml(0xFF, nvmlDeviceGetCurrentClocksEventReasons=lambda handle, out: FakeNvml.write(out, bits))
+    assert measure.live_state(gpu)["throttle"] == measure.gpu_state(gpu)["throttle"] == throttle
+    nvml(bits, nvmlDeviceGetCurrentClocksThrottleReasons=lambda handle, out: 3)
+    assert measure.live_state(gpu)["throttle"] == ""
+
+
+def test_live_state_without_nvml(nvml, monkeypatch):
+    assert measure.live_state(torch.device("cpu")) == {}
+    nvml(0, nvmlInit_v2=lambda: 9)
+    assert measure.live_state(torch.device("cuda", 0)) == {}
+    nvml(0, nvmlDeviceGetHandleByUUID=lambda uuid, out: 6)
+    assert measure.live_state(torch.device("cuda", 0)) == {}
+
+    def missing(name):
+        raise OSError(name)
+
+    measure._nvml.cache_clear()
+    monkeypatch.setattr(measure.ctypes, "CDLL", missing)
+    assert measure.live_state(torch.device("cuda", 0)) == {}
 
 
 @pytest.fixture

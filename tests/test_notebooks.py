@@ -136,7 +136,7 @@ def test_tests_notebook(tmp_path):
 @pytest.mark.slow
 def test_benchmark_notebook(tmp_path):
     small = {"seq_lens": "[64]", "head_dims": "[32]", "tokens": "64", "width": "32"}
-    small |= {"budget_ms": "2"}
+    small |= {"budget_ms": "2", "grouped_seq_lens": "[]", "host_seq_lens": "[32]"}
     given = [part for name, value in small.items() for part in ("-p", name, value)]
     done = run_notebooks("02_benchmark", *given, "--output", tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,142 @@
+"""A call like an earlier one takes a short cut (interface._kind, codegen.Again): it must compute the same."""
+
+from functools import partial
+
+import pytest
+import torch
+from oracle import DEVICE, inputs
+
+from flashattn import attention, codegen, interface
+
+
+def gradients(q, k, v, do, **options):
+    q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+    o, lse = attention(q, k, v, return_lse=True, **options)
+    return o.detach(), lse.detach(), *torch.autograd.grad((o, lse), (q, k, v), (do, lse.detach()))
+
+
+def afresh(*tensors, **options):
+    interface._settled.clear()
+    return gradients(*tensors, **options)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """The launches that Triton has looked at, since the test began."""
+    seen, run = [], codegen.Launch.run
+
+    def counted(launch):
+        seen.append(launch.kernel)
+        return run(launch)
+
+    monkeypatch.setattr(codegen.Launch, "run", counted)
+    return seen
+
+
+def misaligned(x):
+    room = torch.empty(x.numel() + 1, device=x.device, dtype=x.dtype)
+    return room[1:].view(x.shape).copy_(x)
+
+
+VIEWS = {
+    "new values": lambda x: x + 1,
+    "rows first": lambda x: x.transpose(1, 2).contiguous().transpose(1, 2),
+    "expanded": lambda x: x[:1].expand_as(x),
+    "not at a multiple of 16 bytes": misaligned,
+    "columns apart": lambda x: x.repeat_interleave(2, -1)[..., ::2],
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("view", VIEWS.values(), ids=VIEWS)
+def test_a_second_call_computes_the_same(view, causal):
+    first = inputs(2, 4, 200, 300, 64, heads_k=2)
+    do = torch.randn_like(first[0])
+    second, do_2 = [view(x) for x in first], view(do)
+    expected = afresh(*second, do_2, causal=causal)
+    interface._settled.clear()
+    gradients(*first, do, causal=causal)
+    for _ in range(2):
+        for actual, exact in zip(gradients(*second, do_2, causal=causal), expected, strict=True):
+            assert torch.equal(actual, exact)
+
+
+@pytest.mark.gpu
+def test_a_second_call_asks_triton_nothing(launches):
+    tensors = inputs(1, 2, 100, 100, 64)
+    afresh(*tensors, torch.randn_like(tensors[0]))
+    assert len(launches) == 4  # forward, delta, dkdv, dq
+    gradients(*tensors, torch.randn_like(tensors[0]))
+    assert len(launches) == 4
+    gradients(*tensors, torch.randn_like(tensors[0]), scale=0.5)
+    assert len(launches) == 8
+
+
+@pytest.mark.gpu
+def test_only_what_is_needed_is_computed_again():
+    q, k, v = inputs(1, 2, 100, 100, 64)
+    interface._settled.clear()
+    for needs in ((True, False, False), (False, True, False), (False, False, True), (True, True, True)):
+        leaves = [x.detach().requires_grad_(need) for x, need in zip((q, k, v), needs, strict=True)]
+        attention(*leaves).sum().backward()
+        assert [leaf.grad is not None for leaf in leaves] == list(needs)
+
+
+@pytest.mark.gpu
+def test_what_is_refused_stays_refused():
+    q, k, v = inputs(1, 2, 20, 20, 16)
+    attention(q, k, v, causal=True, scale=1.0)
+    for wrong in (
+        {"causal": 1},
+        {"causal": True, "scale": True},
+        {"causal": True, "scale": "1.0"},
+        {"backend": ["auto"]},
+    ):
+        with pytest.raises((TypeError, ValueError)):
+            attention(q, k, v, **wrong)
+
+
+@pytest.mark.gpu
+def test_autocast_is_seen():
+    q, k, v = inputs(1, 2, 20, 20, 16)
+    assert attention(q, k, v).dtype == torch.float16
+    for dtype in (torch.bfloat16, torch.float16, torch.bfloat16):
+        with torch.autocast("cuda", dtype=dtype):
+            assert attention(q, k, v).dtype == dtype
+
+
+@pytest.mark.gpu
+def test_few_kinds_are_remembered(monkeypatch):
+    monkeypatch.setattr(interface, "KINDS", 3)
+    interface._settled.clear()
+    q, k, v = inputs(1, 1, 9, 9, 16)
+    for length in range(1, 10):
+        attention(q[:, :, :length], k, v)
+    assert 1 <= len(interface._settled) <= 3
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="for a CPU, where nothing is remembered")
+def test_a_cpu_remembers_nothing():
+    interface._settled.clear()
+    attention(*inputs(1, 1, 9, 9, 16))
+    assert not interface._settled
+
+
+def test_launch_remembers_by_key():
+    ran = []
+
+    class Made:
+        def __init__(self, number):
+            self.number = number
+
+        def run(self, *tensors):
+            ran.append((self.number, tensors))
+            return Made(-self.number)
+
+    again = {}
+    for number, key in ((1, "a"), (2, "a"), (3, "b"), (4, "a")):
+        codegen.launch(partial(Made, number), ("q", "k"), key, again)
+    assert ran == [(1, ()), (-1, ("q", "k")), (3, ()), (-1, ("q", "k"))]
+    codegen.launch(lambda: Made(5), ("q",), "a", None)
+    assert ran[-1] == (5, ())

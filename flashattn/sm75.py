@@ -17,8 +17,7 @@ from typing import NamedTuple
 from . import sass
 from .sass import Instruction
 
-# The machine. Sources, written out in docs/t4_model.md: [Yan] [Jia] [guide] [NAK] [Huerta]; "derived" from these, or a
-# "guess", which has a test of how little hangs on it there.
+# The machine. Sources, written out in docs/t4_model.md: [Yan] [Jia] [guide] [NAK] [Huerta]; else derived or a guess.
 SMS, PARTITIONS = 40, 4  # [guide]
 HMMA_FLOPS = 2 * 16 * 8 * 8  # of an HMMA.1688: m16n8k8
 
@@ -50,8 +49,6 @@ OPERANDS_READ = 6  # cycles from issue until registers may be written again: gue
 BARRIER = 12  # cycles from the last arrival: guess
 
 _ELSEWHERE = {"CS2R": "integer", "PLOP3": "integer", "ULDC": "uniform", "VOTEU": "uniform"}  # than sass.pipe_of says
-
-
 NONE = 7  # in place of a scoreboard's number
 
 
@@ -143,24 +140,11 @@ def pipe_cycles(ops: list[Op]) -> dict[str, float]:
 # known, nor how far apart the programs of an SM run: a fraction of a turn.
 POLICIES = ("furthest", "youngest", "round robin")
 PHASES = (0.2, 0.37, 0.5)
-FIRST, LAST = 2, 6  # a warp is timed between the ends of these turns, and all go on until the last was timed
+FIRST, LAST = 2, 6  # timed is between as many turns for each warp on average: a policy may starve one
 
 
 class _Warp:
-    __slots__ = (
-        "number",
-        "program",
-        "partition",
-        "at",
-        "turns",
-        "next",
-        "clear",
-        "cause",
-        "ends",
-        "held",
-        "due",
-        "why",
-    )
+    __slots__ = "number program partition at turns next clear cause held due why".split()
 
     def __init__(self, number: int, program: int, partition: int, start: int):
         self.number, self.program, self.partition = number, program, partition
@@ -168,7 +152,6 @@ class _Warp:
         self.next = self.due = start  # when the stall count has run out; and when nothing else hinders, either
         self.why = "stall count"  # the last to hinder
         self.clear, self.cause = [0.0] * 6, [""] * 6  # the scoreboards: from when on, and what sets them
-        self.ends: list[float] = []
         self.held = False  # at a barrier
 
 
@@ -197,7 +180,7 @@ def simulate(
     last: list[_Warp | None] = [None] * PARTITIONS
     slot = [0.0] * PARTITIONS  # the next cycle in which a partition can issue
     wake = [0.0] * PARTITIONS
-    events = [(0.0, number) for number in range(PARTITIONS)]
+    events = [(0.0, number) for number in range(PARTITIONS) if partitions[number]]
 
     def schedule(number: int) -> None:
         """Find out when each warp of a partition can issue, and wake the partition for the first."""
@@ -222,8 +205,8 @@ def simulate(
             wake[number] = max(soonest, slot[number])
             heapq.heappush(events, (wake[number], number))
 
-    running = len(warps)
-    while running:
+    ends: list[float] = []  # of turns, whichever warp's
+    while len(ends) <= LAST * len(warps):
         now, number = heapq.heappop(events)
         if now != wake[number]:
             continue  # it was scheduled anew
@@ -240,7 +223,8 @@ def simulate(
         else:
             warp = max(ready, key=lambda w: (w.turns, w.at, -w.number))
         op = ops[warp.at]
-        if warp.turns >= FIRST:
+        timed = len(ends) > FIRST * len(warps)
+        if timed:
             stalls[warp.why] += warp.due - warp.next
             stalls["not selected"] += now - warp.due
             stalls["stall count"] += op.stall - 1
@@ -267,22 +251,21 @@ def simulate(
         if warp.at == size:
             warp.at = 0
             warp.turns += 1
-            warp.ends.append(now)
-            running -= warp.turns == LAST + 1
+            ends.append(now)
         if op.barrier:
             warp.held = True
             group = arrived[warp.program]
             group.append(warp)
             if len(group) == num_warps:
                 for other in group:
-                    if other.turns >= FIRST:
+                    if timed:
                         stalls["barrier"] += max(0, now + BARRIER - other.next)
                     other.held, other.next = False, max(other.next, now + BARRIER)
                 for partition in {other.partition for other in group} - {number}:
                     schedule(partition)
                 group.clear()
         schedule(number)
-    cycles = sum(warp.ends[LAST] - warp.ends[FIRST] for warp in warps) / len(warps) / (LAST - FIRST)
+    cycles = (ends[LAST * len(warps)] - ends[FIRST * len(warps)]) / (LAST - FIRST)
     waited = sum(stalls.values())
     return cycles, {reason: count / waited for reason, count in stalls.most_common() if count}
 

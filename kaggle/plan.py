@@ -24,8 +24,9 @@ QUICK_TUNE = "--head-dims 64 --seq-lens 2048 --causal yes --budget-ms 10".split(
 # - useful operations of the benchmark times the calls of a measurement, at rates near those that others saw on a T4
 #   (flashattn 20 TFLOP/s, SDPA EFFICIENT 15, naive attention 3, SDPA MATH 2, fp64 0.2): half a minute or 5; of the
 #   tuner none or 7. What else the benchmark does took 2 minutes beside the H200, taken as 4.
+# - the predictions: 12 kernels compiled and simulated, 40 s of a core of that EPYC, taken as 2 minutes.
 # - 13 Triton releases: 6 minutes on two cores of that EPYC, taken as 12, and 2.5 GB to download.
-MINUTES = {TESTS: (4, 20), TUNE: (1, 10), BENCHMARK: (2, 12), "03_triton_versions": (3, 15)}
+MINUTES = {TESTS: (4, 20), TUNE: (1, 10), BENCHMARK: (2, 12), "03_triton_versions": (3, 15), "04_t4_predicted": (2, 2)}
 OTHER_MINUTES = (5, 30)  # of a notebook that is not listed
 PREPARING_MINUTES = 2  # packages, the machine's facts, a Triton release, flashattn.doctor
 SLACK = 3  # how many times its estimate a step may take

@@ -3,13 +3,18 @@
 Prints a row for each tile, then forward and backward against what SDPA's kernels have in the same model. "useful" is
 the utilisation of the tensor cores by FLOPs that count: not padding of the head dim, nor products that several warps
 repeat. A row of dkdv or dq counts all of its own products; the backward's rows count 5 of the 7 that both make.
+"ins/kF" and "B/kF" are warp instructions and bytes through shared memory for a thousand useful FLOP.
 Nothing here was measured; docs/t4_model.md says how far to trust it.
 """
 
 import argparse
+import csv
+import json
 import multiprocessing
 import os
+import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,11 +22,13 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
+import triton_releases
 
-from flashattn import codegen, configs, launches, measure, sm75
+from flashattn import codegen, configs, launches, measure, sm75, turing
 
 BASELINE = Path(__file__).resolve().parents[1] / "tests" / "t4_predictions.json"
 BASELINE_RELEASES = ("3.2.0", "3.6.0")
+TOLERANCE = 0.03  # of useful utilisation: what the model cannot tell apart
 BOOST_GHZ = 1.59  # the T4's highest clock
 HELD_GHZ = 1.0  # a guess at what 70 W allow under such load; the base clock is 0.585
 
@@ -170,6 +177,94 @@ def summary(found: list[dict]) -> list[dict[str, object]]:
     return [*lines, both]
 
 
+def beside_measured(lines: Iterable[dict], results: Path) -> list[dict[str, object]]:
+    """TFLOP/s of the default tiles as predicted, and as the README's T4 run measured them; None where there is none.
+
+    Measured is the median of flashattn at the longest length.
+    """
+    import pandas as pd  # not for the processes that compile
+    import readme_tables
+
+    csvs = readme_tables.runs(results, "t4")
+    rates = {}
+    if csvs:
+        frame = pd.read_csv(csvs[-1])
+        frame = frame[(frame["provider"] == "flashattn") & (frame["dtype"] == "float16") & frame["tflops"].notna()]
+        for r in frame.sort_values("seqlen").to_dict("records"):
+            rates[f"{r['mode']} d{r['head_dim']} {'causal' if r['causal'] else 'full'}"] = r["tflops"]
+    return [
+        {
+            "what": line["what"],
+            **{
+                f"predicted at {ghz} GHz": line["default"] and round(sm75.tflops(line["default"], ghz), 1)
+                for ghz in (BOOST_GHZ, HELD_GHZ)
+            },
+            "measured": rates.get(line["what"]),
+        }
+        for line in lines
+        if line["what"] in AIMS
+    ]
+
+
+# The baseline, to which tests/test_predict_t4.py holds the main tiles -------------------------------------------------
+
+
+def main_rows(environment: dict[str, str]) -> list[dict[str, str]]:
+    """Rows of the default tiles at head dims 64 and 128, as a CSV has them, made in an environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "rows.csv")
+        command = [sys.executable, __file__, "--first", "--head-dims", "64", "128", "--csv", str(file)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        if not file.is_file():
+            raise RuntimeError(done.stderr)
+        with file.open(newline="") as lines:
+            return list(csv.DictReader(lines))
+
+
+def held(of: dict) -> dict[str, object]:
+    """What the baseline keeps of a row; the tile is for its readers."""
+    numbers = {name: int(of[name]) for name in ("registers", "stack_bytes")}
+    return {"tile": of["tile"], **numbers, "useful": float(of["useful"])}
+
+
+def changes(found: Iterable[dict], baseline: dict[str, dict]) -> list[str]:
+    """What of the rows is worse than a release's baseline, or so much better that the baseline is out of date."""
+    missing = dict(baseline)
+    lines = []
+    for r in found:
+        before = missing.pop(r["kernel"], None)
+        if before is None or r["result"] != "ok":
+            lines.append(f"{r['kernel']}: {'is not in the baseline' if before is None else r['result']}")
+            continue
+        now = held(r)
+        for name in ("registers", "stack_bytes"):
+            if now[name] > before[name]:
+                lines.append(f"{r['kernel']}: {name} {now[name]}, were {before[name]}")
+        if abs(now["useful"] - before["useful"]) > TOLERANCE:
+            lines.append(f"{r['kernel']}: useful utilisation {now['useful']:.3f}, was {before['useful']:.3f}")
+    return lines + [f"{name}: has no row" for name in missing]
+
+
+def write_baseline(reason: str) -> None:
+    """Predict the main tiles under every release of the baseline; raises RuntimeError where one is not here."""
+    made = {}
+    for release in BASELINE_RELEASES:
+        environment = dict(os.environ)
+        if release != turing.triton_version():
+            if not (folder := triton_releases.path(release)):
+                raise RuntimeError(f"Triton {release} is not here: scripts/triton_releases.py {release} fetches it")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
+        found = main_rows(environment)
+        if bad := [f"{r['kernel']}: {r['result']}" for r in found if r["result"] != "ok"]:
+            raise RuntimeError("; ".join(bad))
+        made[release] = {r["kernel"]: held(r) for r in found}
+        print(f"Triton {release}: {len(found)} kernels")
+    BASELINE.write_text(json.dumps({"reason": reason, "triton": made}, indent=1) + "\n")
+
+
+# The command ---------------------------------------------------------------------------------------------------------
+
+
 def print_rows(found: Iterable[dict]) -> None:
     print(
         f"{'kernel':20}{'tile':15}{'regs':>5}{'stack':>6}{'progs':>6}{'util':>7}{'low':>6}{'high':>6}{'ceiling':>9}  "
@@ -206,9 +301,18 @@ def main(argv: list[str] | None = None) -> int:
     add("--causal", choices=["no", "yes", "both"], default="both")
     add("--first", action="store_true", help="only the first candidate of each, the default for long sequences")
     add("--processes", type=int, help="default: one for each core")
+    add("--write-baseline", metavar="REASON", help=f"write {BASELINE.name} anew, with why it may change, and no table")
     add("--csv", type=Path, metavar="FILE", help="write the rows there, too")
     args = parser.parse_args(argv)
 
+    if args.write_baseline is not None:
+        if not args.write_baseline.strip():
+            parser.error("--write-baseline: got no reason, accepted is why the baseline may change")
+        try:
+            write_baseline(args.write_baseline)
+        except RuntimeError as error:
+            parser.exit(1, f"{error}\n")
+        return 0
     masks = {"no": [False], "yes": [True], "both": [False, True]}[args.causal]
     found = rows(cases(args.passes, args.head_dims, masks, args.first), args.processes)
     print_rows(found)

@@ -209,11 +209,12 @@ def beside_measured(lines: Iterable[dict], results: Path) -> list[dict[str, obje
 # The baseline, to which tests/test_predict_t4.py holds the main tiles -------------------------------------------------
 
 
-def main_rows(environment: dict[str, str]) -> list[dict[str, str]]:
+def main_rows(environment: dict[str, str], processes: int | None = None) -> list[dict[str, str]]:
     """Rows of the default tiles at head dims 64 and 128, as a CSV has them, made in an environment."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "rows.csv")
         command = [sys.executable, __file__, "--first", "--head-dims", "64", "128", "--csv", str(file)]
+        command += ["--processes", str(processes)] if processes else []
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         if not file.is_file():
             raise RuntimeError(done.stderr)

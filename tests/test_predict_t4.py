@@ -179,7 +179,7 @@ def test_the_backward_counts_five_products_of_seven():
 def test_no_default_tile_became_worse(release):
     """If a change is meant: scripts/predict_t4.py --write-baseline REASON, and commit the file."""
     baseline = json.loads(predict_t4.BASELINE.read_text())["triton"][release]
-    found = predict_t4.main_rows(with_triton(release, triton.__version__))
+    found = predict_t4.main_rows(with_triton(release, triton.__version__), processes=1)
     assert len(found) == 12 and not predict_t4.changes(found, baseline)
 
 
@@ -234,11 +234,44 @@ def test_summary_of_rows():
     assert both == pytest.approx((1 / 0.332 + 2.5 / 0.282) / (1 / 0.5 + 2.5 / (5 / 14)))
 
 
+def test_measured_is_the_longest_length_of_a_t4_run(tmp_path):
+    lines = predict_t4.summary([made("forward d64 full", 2 * 2 * 64 / 1024)])
+    assert {line["measured"] for line in predict_t4.beside_measured(lines, tmp_path)} == {None}
+    run = tmp_path / "2026-01-02_t4_0123456"
+    run.mkdir()
+    common = "2026-01-02,float16,64,False"
+    rows = [
+        f"{common},forward,8192,flashattn,20.5",
+        f"{common},forward,512,flashattn,11",
+        f"{common},forward,8192,naive,3",
+    ]
+    text = "\n".join(["date,dtype,head_dim,causal,mode,seqlen,provider,tflops", *rows])
+    (run / "attention.csv").write_text(text)
+    found = {line["what"]: line for line in predict_t4.beside_measured(lines, tmp_path)}
+    assert found["forward d64 full"]["measured"] == 20.5 and found["forward d64 full"]["predicted at 1.59 GHz"] == 65.1
+    assert found["backward d64 full"]["measured"] is None and len(found) == len(predict_t4.AIMS)
+
+
 def test_the_command(tmp_path):
     command = [sys.executable, ROOT / "scripts" / "predict_t4.py"]
-    chosen = ["--passes", "dq", "--head-dims", "32", "--causal", "yes", "--csv", tmp_path / "rows.csv"]
+    chosen = [
+        "--processes",
+        "1",
+        "--passes",
+        "dq",
+        "--head-dims",
+        "32",
+        "--causal",
+        "yes",
+        "--csv",
+        tmp_path / "rows.csv",
+    ]
     done = subprocess.run([*command, *chosen], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("dq d32 causal") == len((tmp_path / "rows.csv").read_text().splitlines()) - 1 >= 1
-    empty = subprocess.run([*command, "--write-baseline", " "], capture_output=True, text=True, env=environment())
-    assert empty.returncode == 2 and "--write-baseline: got no reason" in empty.stderr
+
+
+def test_a_baseline_needs_a_reason(capsys):
+    with pytest.raises(SystemExit, match="2"):
+        predict_t4.main(["--write-baseline", " "])
+    assert "--write-baseline: got no reason" in capsys.readouterr().err

@@ -314,6 +314,8 @@ def main(argv: list[str] | None = None) -> int:
         except RuntimeError as error:
             parser.exit(1, f"{error}\n")
         return 0
+    if wrong := [d for d in args.head_dims if not 1 <= d <= configs.MAX_HEAD_DIM]:
+        parser.error(f"--head-dims: got {wrong[0]}, accepted are 1 to {configs.MAX_HEAD_DIM}")
     masks = {"no": [False], "yes": [True], "both": [False, True]}[args.causal]
     found = rows(cases(args.passes, args.head_dims, masks, args.first), args.processes)
     print_rows(found)

@@ -73,6 +73,13 @@ def test_a_turn_follows_the_branches():
     assert [i.name for i in sm75.turn(sass.hottest_loop(code))] == ["HMMA", "BRA", "FMUL", "BRA"]
 
 
+def test_the_hottest_loop_is_the_one_without_masks():
+    whole, edge = ["HMMA", "FADD"], ["HMMA", "FADD", "FADD", "FSEL"]
+    code = [sass.Instruction(name) for name in whole] + [sass.Instruction("BRA", 0, "P0")]
+    code += [sass.Instruction(name) for name in edge] + [sass.Instruction("BRA", 3, "P0")]
+    assert sass.hottest_loop(code) == code[:3]
+
+
 # The simulation ------------------------------------------------------------------------------------------------------
 
 NONE = sm75.NONE
@@ -275,3 +282,6 @@ def test_a_baseline_needs_a_reason(capsys):
     with pytest.raises(SystemExit, match="2"):
         predict_t4.main(["--write-baseline", " "])
     assert "--write-baseline: got no reason" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        predict_t4.main(["--head-dims", "64", "257"])
+    assert "--head-dims: got 257, accepted are 1 to 256" in capsys.readouterr().err

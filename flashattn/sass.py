@@ -34,10 +34,16 @@ def pipe_of(instruction: str) -> str:
 
 
 class Instruction(NamedTuple):
-    """One instruction: its name with modifiers, and the index of the instruction that it may branch to."""
+    """One instruction: its name with modifiers, and the index of the instruction that it may branch to.
+
+    The predicate, as "!P0", is empty where there is none; the 128 bits are 0 where the listing did not have them.
+    """
 
     name: str
-    target: int | None
+    target: int | None = None
+    predicate: str = ""
+    operands: str = ""
+    bits: int = 0
 
 
 def _tool(name: str, *arguments: str, cubin: bytes) -> str:
@@ -53,28 +59,42 @@ def _tool(name: str, *arguments: str, cubin: bytes) -> str:
     return done.stdout
 
 
-def listing(cubin: bytes) -> str:
-    """The machine code as nvdisasm prints it."""
-    return _tool("nvdisasm", "-c", cubin=cubin)
+def listing(cubin: bytes, bits: bool = False) -> str:
+    """The machine code as nvdisasm prints it, with the instructions' bits if asked for."""
+    return _tool("nvdisasm", "-c", *(["-hex"] if bits else []), cubin=cubin)
+
+
+# An address, a predicate, a name, operands, and the lower 64 of the bits; the upper ones have a line of their own.
+_CODE = re.compile(
+    r"\s+(?:\{ )?/\*[0-9a-f]{4,}\*/\s+(?:@(!?\w+)\s+)?([A-Z][\w.]*)([^;/]*);?(?:[\s}]*/\* 0x([0-9a-f]{16}) \*/)?"
+)
+_UPPER_BITS = re.compile(r"\s+/\* 0x([0-9a-f]{16}) \*/")
 
 
 def parse(listing: str) -> list[Instruction]:
     """The instructions of a listing of one kernel, in order."""
-    names, branches, labels = [], [], {}
+    found, labels = [], {}
     for line in listing.splitlines():
         if label := re.match(r"(\.L_\S+):", line):
-            labels[label[1]] = len(names)
-        elif found := re.match(r"\s+(?:\{ )?/\*[0-9a-f]{4,}\*/\s+(?:@!?\w+\s+)?([A-Z][\w.]*)(.*)", line):
-            names.append(found[1])
-            target = re.search(r"`\((\.L_\S+)\)", found[2]) if found[1].split(".")[0] == "BRA" else None
-            branches.append(target and target[1])
-    return [Instruction(name, labels.get(label)) for name, label in zip(names, branches, strict=True)]
+            labels[label[1]] = len(found)
+        elif code := _CODE.match(line):
+            predicate, name, operands, bits = code.groups(default="")
+            found.append(Instruction(name, None, predicate, operands.strip(), int(bits or "0", 16)))
+        elif upper := _UPPER_BITS.match(line):
+            found[-1] = found[-1]._replace(bits=found[-1].bits | int(upper[1], 16) << 64)
+
+    def target(instruction: Instruction) -> int | None:
+        label = re.search(r"`\((\.L_\S+)\)", instruction.operands)
+        return labels.get(label[1]) if label and instruction.name.split(".")[0] == "BRA" else None
+
+    return [instruction._replace(target=target(instruction)) for instruction in found]
 
 
 def hottest_loop(instructions: list[Instruction]) -> list[Instruction]:
-    """Of the loops that hold no other the one with most tensor-core instructions, then most of FP32, then the shortest.
+    """Of the loops that hold no other the one with most tensor-core instructions, then the shortest.
 
-    Empty where there is none. A loop is the span from a branch's target back to the branch.
+    Where no loop has such, the one with most of FP32. Empty where there is no loop. A loop is the span from a branch's
+    target back to the branch. Of two that compute the same, with masks and without, it is the one without.
     """
     spans = [(i.target, n) for n, i in enumerate(instructions) if i.target is not None and i.target < n]
     innermost = [
@@ -85,7 +105,8 @@ def hottest_loop(instructions: list[Instruction]) -> list[Instruction]:
 
     def heat(loop: list[Instruction]) -> tuple[int, int, int]:
         mix = pipe_mix(loop)
-        return mix.get("tensor", 0), mix.get("fp32", 0), -len(loop)
+        tensor = mix.get("tensor", 0)
+        return tensor, 0 if tensor else mix.get("fp32", 0), -len(loop)
 
     return max(innermost, key=heat, default=[])
 

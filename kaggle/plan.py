@@ -38,8 +38,15 @@ QUICK_TUNE = "--head-dims 64 --seq-lens 2048 --causal yes --budget-ms 10".split(
 # - three times without a pause, 5 s after 5 s of rest or 60 s after 10 s: half a minute or 3.5. FlexAttention, taken to
 #   refuse after half a minute of compiling for each kind of kernel: 2 kinds or 8, so 1 minute or 4. What else the
 #   benchmark does took 2 minutes beside the H200, in full and with fewer parts; taken as 1 or 4.
+# - the predictions: 12 kernels compiled and simulated, 40 s of a core of that EPYC, taken as 2 minutes.
 # - 13 Triton releases: 6 minutes on two cores of that EPYC, taken as 12, and 2.5 GB to download.
-MINUTES = {TESTS: (4, 20), TUNE: (1, 10), BENCHMARK: (4, 31), "03_triton_versions": (3, 15)}
+MINUTES = {
+    TESTS: (4, 20),
+    TUNE: (1, 10),
+    BENCHMARK: (4, 31),
+    "03_triton_versions": (3, 15),
+    "04_t4_predicted": (2, 2),
+}
 OTHER_MINUTES = (5, 30)  # of a notebook that is not listed
 PREPARING_MINUTES = 2  # packages, the machine's facts, a Triton release, flashattn.doctor
 SLACK = 3  # how many times its estimate a step may take

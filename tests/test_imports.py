@@ -13,6 +13,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "flashattn"
 LAYERS = [
     ["measure", "reference", "testing"],  # import only torch
     ["sass", "turing"],
+    ["sm75"],
     ["codegen", "configs", "primitives"],
     ["forward", "backward"],
     ["autograd", "launches"],

@@ -106,13 +106,13 @@ def _kind(q, k, v, causal, scale, backend) -> tuple | None:
     )
     if not usual:
         return None
-    autocast = torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda")
     return (
-        *(q.shape, q.stride(), q.dtype, q.device),
-        *(k.shape, k.stride(), k.dtype, k.device),
-        *(v.shape, v.stride(), v.dtype, v.device),
-        *(causal, scale, backend, autocast),
-    )
+        q.shape, q.stride(), q.dtype, q.device,
+        k.shape, k.stride(), k.dtype, k.device,
+        v.shape, v.stride(), v.dtype, v.device,
+        causal, scale, backend,
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )  # fmt: skip
 
 
 def flash_attention(

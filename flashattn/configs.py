@@ -33,6 +33,9 @@ class Tile:
     """Rows of a query block and of a key block, warps a program, and stages of the load pipeline.
 
     reload (dK/dV only) loads K and V anew for each query block, where shared memory cannot hold both.
+    Forward only, and for sm_75, where nothing loads behind a kernel's back: q_in_registers keeps Q there and not in
+    shared memory, whose reads are the bottleneck; k_transposed loads K as the dot takes it; scores_ahead makes the
+    next block's scores beside this block's softmax, for BLOCK_M x BLOCK_N more registers a program.
     registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
     3.6.0 and 3.9.0; tests hold it to them. They are facts about a tile, and tiles compare without them.
     """
@@ -42,6 +45,9 @@ class Tile:
     num_warps: int
     num_stages: int = 1
     reload: bool = False
+    q_in_registers: bool = False
+    k_transposed: bool = False
+    scores_ahead: bool = False
     registers: int = field(default=255, compare=False)
     stack_bytes: int = field(default=0, compare=False)
 
@@ -80,6 +86,8 @@ def tile_constants(tile: Tile, head_dim: int, stride_unit: int, causal: bool) ->
 
 
 _HALF, _FLOAT = 2, 4  # bytes an element: fp16 and bf16 share their tiles
+
+_K, _Q, _AHEAD = {"k_transposed": True}, {"q_in_registers": True}, {"scores_ahead": True}  # levers, see Tile
 
 # {(pass, bytes an element): {padded head dim: candidates, the default for long sequences first}}
 Table = Mapping[tuple[str, int], Mapping[int, tuple[Tile, ...]]]
@@ -140,24 +148,28 @@ TILES: Mapping[str, Table] = _frozen(
     {
         "sm_75": {
             ("forward", _HALF): {
-                32: (Tile(128, 64, 4, registers=192), Tile(128, 32, 4, registers=166), Tile(64, 64, 4, registers=146)),
+                32: (
+                    Tile(128, 64, 4, **_K, registers=199),
+                    Tile(128, 32, 4, **_K, registers=166),
+                    Tile(64, 64, 4, registers=146),
+                ),
                 64: (
-                    Tile(128, 64, 4, registers=255, stack_bytes=8),
-                    Tile(256, 64, 8, registers=255, stack_bytes=32),
-                    Tile(128, 32, 4, registers=235),
-                    Tile(64, 64, 4, registers=222, stack_bytes=16),
-                    Tile(64, 32, 4, registers=141),
+                    Tile(128, 32, 4, **_K, **_Q, **_AHEAD, registers=255, stack_bytes=16),
+                    Tile(128, 64, 4, **_K, **_Q, registers=255, stack_bytes=40),
+                    Tile(256, 64, 8, **_K, **_Q, registers=255, stack_bytes=8),
+                    Tile(64, 64, 4, **_K, registers=222, stack_bytes=16),
+                    Tile(64, 32, 4, **_K, registers=141),
                 ),
                 128: (
-                    Tile(128, 64, 8, registers=255),
-                    Tile(128, 32, 8, registers=229),
-                    Tile(64, 64, 8, registers=209),
-                    Tile(64, 32, 4, registers=239),
+                    Tile(128, 64, 8, **_K, **_Q, registers=255, stack_bytes=8),
+                    Tile(128, 32, 8, **_K, **_Q, registers=255, stack_bytes=16),
+                    Tile(64, 64, 8, **_K, registers=209),
+                    Tile(64, 32, 4, **_K, registers=239),
                 ),
                 256: (
-                    Tile(64, 32, 8, registers=255, stack_bytes=24),
-                    Tile(32, 32, 4, registers=255, stack_bytes=24),
-                    Tile(32, 16, 4, registers=255, stack_bytes=16),
+                    Tile(64, 32, 8, **_K, registers=255, stack_bytes=24),
+                    Tile(32, 32, 4, **_K, registers=255, stack_bytes=24),
+                    Tile(32, 16, 4, **_K, registers=255, stack_bytes=16),
                 ),
             },
             ("dkdv", _HALF): {
@@ -272,6 +284,8 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
 
     and m*n [P or dS] more where the output's tile is wider than tall, d > m (d > n for dkdv): its warps are then
     laid out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses.
+    A forward tile with Q in registers has it pass m*16 + 16*d at a time before the loop, K and V alone in it, and
+    m*(d + 8) after it, where the output is turned round for its store; that is the most there.
     Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
     from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta; forward 8*m
     bytes, in float32 or on sm_90, for maxima and sums.
@@ -281,6 +295,8 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     buffers = tile.num_stages - (capability < 90) if pipelined else 1
     own, other = (n * d, m * d) if pass_ == "dkdv" else (m * d, n * d)  # a tile that is kept, one that streams by
     crossing = m * n if own < d * d or itemsize == 4 else 0
+    if pass_ == "forward" and tile.q_in_registers:
+        return max(other, m * (d + 8)) * itemsize
     if pass_ == "forward":
         elements = own + (2 * buffers if pipelined else 1) * other + crossing
         return elements * itemsize + (8 * m if capability >= 90 or itemsize == 4 else 0)

@@ -6,7 +6,51 @@ import triton.language as tl
 
 from .codegen import Launch, launch, pack_strides
 from .configs import Tile, tile_constants
-from .primitives import LOG2E, key_range, load_tile, score_mask, sequence_span, softmax_step, store_tile
+from .primitives import (
+    LOG2E,
+    key_range,
+    load_in_registers,
+    load_tile,
+    score_mask,
+    sequence_span,
+    softmax_step,
+    store_tile,
+)
+
+
+@triton.jit
+def _scores(
+    q, k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    K_TRANSPOSED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The unscaled scores of the query block with the key block at start_n, [BLOCK_M, BLOCK_N]."""
+    k = load_tile(
+        k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
+        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, TRANSPOSED=K_TRANSPOSED,
+    )  # fmt: skip
+    return tl.dot(q, k if K_TRANSPOSED else tl.trans(k), input_precision="ieee")
+
+
+@triton.jit
+def _accumulate(
+    acc, m_i, l_i, s,
+    v_ptr,
+    start_m, start_n, seqlen_q, seqlen_k, scale_log2,
+    stride_vn, stride_vd,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The key block at start_n, of the scores s, added to the query block's output."""
+    if MASKED:
+        offs_m = start_m + tl.arange(0, BLOCK_M)
+        offs_n = start_n + tl.arange(0, BLOCK_N)
+        live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
+        s = tl.where(live, s, float("-inf"))
+    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, MASKED)
+    v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+    return acc, m_i, l_i
 
 
 @triton.jit
@@ -17,20 +61,39 @@ def _attend(
     stride_kn, stride_kd,
     stride_vn, stride_vd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, K_TRANSPOSED: tl.constexpr, SCORES_AHEAD: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The query block against the key blocks in [begin, end)."""
+    AHEAD: tl.constexpr = SCORES_AHEAD and not MASKED
+    if AHEAD:
+        # The next block's scores keep the tensor cores busy beside this block's softmax; the last block has no next.
+        s = _scores(
+            q, k_ptr, begin, seqlen_k, stride_kn, stride_kd,
+            HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, True,
+        )  # fmt: skip
+        last = tl.maximum(end - 1, 0) // BLOCK_N * BLOCK_N
+        for start_n in tl.range(begin, last, BLOCK_N):
+            s_next = _scores(
+                q, k_ptr, start_n + BLOCK_N, seqlen_k, stride_kn, stride_kd,
+                HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, MASKED,
+            )  # fmt: skip
+            acc, m_i, l_i = _accumulate(
+                acc, m_i, l_i, s, v_ptr, start_m, start_n, seqlen_q, seqlen_k, scale_log2, stride_vn, stride_vd,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, MASKED,
+            )  # fmt: skip
+            s = s_next
+        begin = last
     for start_n in tl.range(begin, end, BLOCK_N):
-        k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        if MASKED:
-            offs_m = start_m + tl.arange(0, BLOCK_M)
-            offs_n = start_n + tl.arange(0, BLOCK_N)
-            live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
-            s = tl.where(live, s, float("-inf"))
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, MASKED)
-        v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
-        acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+        if not AHEAD:
+            s = _scores(
+                q, k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
+                HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, MASKED,
+            )  # fmt: skip
+        acc, m_i, l_i = _accumulate(
+            acc, m_i, l_i, s, v_ptr, start_m, start_n, seqlen_q, seqlen_k, scale_log2, stride_vn, stride_vd,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, MASKED,
+        )  # fmt: skip
     return acc, m_i, l_i
 
 
@@ -48,6 +111,7 @@ def forward_kernel(
     stride_ob, stride_oh, stride_om, stride_od,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr, K_TRANSPOSED: tl.constexpr, SCORES_AHEAD: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     block = tl.program_id(0) % blocks
@@ -63,7 +127,10 @@ def forward_kernel(
     v_ptr = sequence_span(v_ptr, batch, head // group, stride_vb, stride_vh, STRIDE_UNIT)
     o_ptr = sequence_span(o_ptr, batch, head, stride_ob, stride_oh, STRIDE_UNIT)
 
-    q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    if Q_IN_REGISTERS:
+        q = load_in_registers(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+    else:
+        q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -75,7 +142,7 @@ def forward_kernel(
             start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
             stride_kn, stride_kd,
             stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, MASKED,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, K_TRANSPOSED, SCORES_AHEAD, MASKED,
         )  # fmt: skip
 
     # A row without a key has the sum 0; it gets output 0, lse -inf.
@@ -101,7 +168,12 @@ def forward_launch(q, k, v, o, lse_log2, *, causal: bool, scale: float, tile: Ti
             *(scale * LOG2E.value, seqlen_q, seqlen_k, heads_q, heads_q // max(heads_k, 1)),
             *strides,
         ),
-        constants=tile_constants(tile, head_dim, unit, causal),
+        constants=tile_constants(tile, head_dim, unit, causal)
+        | {
+            "Q_IN_REGISTERS": tile.q_in_registers,
+            "K_TRANSPOSED": tile.k_transposed,
+            "SCORES_AHEAD": tile.scores_ahead,
+        },
         options=tile.options,
     )
 

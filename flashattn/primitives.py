@@ -71,23 +71,33 @@ def softmax_step(s, m_i, l_i, scale_log2, MASKED: tl.constexpr):
 
 @triton.jit
 def tile_ptrs(
-    row_ptr, start, stride_row, stride_d, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr
-):
-    """Pointers [ROWS, BLOCK_D] to the rows from start on. Within a tile 32 bits do: see codegen.pack_strides."""
+    row_ptr, start, stride_row, stride_d,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr, TRANSPOSED: tl.constexpr = False,
+):  # fmt: skip
+    """Pointers [ROWS, BLOCK_D] to the rows from start on; TRANSPOSED: [BLOCK_D, ROWS].
+
+    Within a tile 32 bits do: see codegen.pack_strides.
+    """
     offs_row = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
     if STRIDE_UNIT == 1:
         offs_row = offs_row.to(tl.int64)
         offs_d = offs_d.to(tl.int64)
-    offs = (offs_row * stride_row * STRIDE_UNIT)[:, None] + (offs_d * stride_d)[None, :]
+    offs_row = offs_row * stride_row * STRIDE_UNIT
+    offs_d = offs_d * stride_d
+    offs = offs_row[None, :] + offs_d[:, None] if TRANSPOSED else offs_row[:, None] + offs_d[None, :]
     return row_ptr + start * (stride_row.to(tl.int64) * STRIDE_UNIT) + offs
 
 
 @triton.jit
-def tile_mask(start, seqlen, ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr):
-    """True on the elements of a tile [ROWS, BLOCK_D] that exist."""
+def tile_mask(
+    start, seqlen,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TRANSPOSED: tl.constexpr = False,
+):  # fmt: skip
+    """True on the elements of a tile [ROWS, BLOCK_D] that exist; TRANSPOSED: [BLOCK_D, ROWS]."""
     rows = start + tl.arange(0, ROWS) < seqlen
-    return rows[:, None] & (tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :]
+    columns = tl.arange(0, BLOCK_D) < HEAD_DIM
+    return rows[None, :] & columns[:, None] if TRANSPOSED else rows[:, None] & columns[None, :]
 
 
 @triton.jit
@@ -103,18 +113,59 @@ def load_tile(
     STRIDE_UNIT: tl.constexpr,
     MASKED: tl.constexpr,
     VOLATILE: tl.constexpr = False,
+    TRANSPOSED: tl.constexpr = False,
 ):
     """Rows start to start + ROWS of one head, [ROWS, BLOCK_D], zero where there is no element.
 
-    A volatile load stays where it stands: Triton from 3.3 on hoists others out of a loop.
+    A volatile load stays where it stands: Triton from 3.3 on hoists others out of a loop. TRANSPOSED gives
+    [BLOCK_D, ROWS], which on sm_75 goes to a dot as it is: Triton from 3.3 on takes a tile under tl.trans there
+    through shared memory in slices, with two barriers each.
     """
-    ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT)
+    ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT, TRANSPOSED)
     if MASKED:
-        return tl.load(ptrs, mask=tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D), other=0.0, volatile=VOLATILE)
+        mask = tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D, TRANSPOSED)
+        return tl.load(ptrs, mask=mask, other=0.0, volatile=VOLATILE)
     elif HEAD_DIM < BLOCK_D:
-        return tl.load(ptrs, mask=(tl.arange(0, BLOCK_D) < HEAD_DIM)[None, :], other=0.0, volatile=VOLATILE)
+        columns = tl.arange(0, BLOCK_D) < HEAD_DIM
+        mask = columns[:, None] if TRANSPOSED else columns[None, :]
+        return tl.load(ptrs, mask=mask, other=0.0, volatile=VOLATILE)
     else:
         return tl.load(ptrs, volatile=VOLATILE)
+
+
+@triton.jit
+def _ones_at(begin, ptr, seqlen, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """[ROWS, COLUMNS], 1 where the column is begin + row, else 0: the `other` of a load that is never made, since
+    3.2.0's compiler dies where it can work out a dot's operand."""
+    ones = begin + tl.arange(0, ROWS)[:, None] == tl.arange(0, COLUMNS)[None, :]
+    never = tl.zeros([ROWS, COLUMNS], tl.int32) > seqlen
+    return tl.load(ptr + never.to(tl.int32), mask=never, other=ones.to(ptr.dtype.element_ty))
+
+
+@triton.jit
+def load_in_registers(
+    row_ptr, start, seqlen, stride_row, stride_d,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+):  # fmt: skip
+    """load_tile() for a dot's left operand that is to stay in registers; Triton reads a loaded one from shared memory
+    again for every dot.
+
+    What a dot gives is in registers, laid out as the next one's left operand: so the tile goes through products with
+    the identity, which change no finite number, some columns at a time. Two products, since only dots that feed each
+    other get the layout of the kernel's main ones.
+    """
+    COLUMNS: tl.constexpr = 16
+    dtype = row_ptr.dtype.element_ty
+    columns = tl.arange(0, COLUMNS)
+    step = stride_d * tl.full([], 1, tl.int64)
+    tile = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for begin_d in tl.range(0, BLOCK_D, COLUMNS):
+        ptrs = tile_ptrs(row_ptr + begin_d * step, start, stride_row, stride_d, ROWS, COLUMNS, STRIDE_UNIT)
+        mask = tile_mask(start, seqlen, ROWS, HEAD_DIM, COLUMNS) & (begin_d + columns < HEAD_DIM)[None, :]
+        part = tl.load(ptrs, mask=mask, other=0.0)
+        part = tl.dot(part, _ones_at(0, row_ptr, seqlen, COLUMNS, COLUMNS), input_precision="ieee").to(dtype)
+        tile = tl.dot(part, _ones_at(begin_d, row_ptr, seqlen, COLUMNS, BLOCK_D), tile, input_precision="ieee")
+    return tile.to(dtype)
 
 
 @triton.jit

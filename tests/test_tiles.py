@@ -23,7 +23,7 @@ def every_tile():
             for head_dim, tiles in by_head_dim.items():
                 for tile in tiles:
                     if DEVICE == "cpu":  # the interpreter knows neither warps nor stages
-                        tile = Tile(tile.block_m, tile.block_n, 4, reload=tile.reload)
+                        tile = dataclasses.replace(tile, num_warps=4, num_stages=1)
                     tile = dataclasses.replace(tile, registers=255, stack_bytes=0)
                     needed = configs.smem_bytes(pass_, tile, head_dim, itemsize, HERE.capability)
                     if DEVICE == "cpu" or needed <= HERE.shared_bytes:

@@ -29,7 +29,7 @@ def every_tile():
             for head_dim, tiles in by_head_dim.items():
                 for tile in tiles:
                     if DEVICE == "cpu":  # the interpreter knows neither warps nor stages
-                        tile = Tile(tile.block_m, tile.block_n, 4, reload=tile.reload)
+                        tile = dataclasses.replace(tile, num_warps=4, num_stages=1)
                     tile = dataclasses.replace(tile, registers=255, stack_bytes=0)
                     needed = configs.smem_bytes(pass_, tile, head_dim, itemsize, HERE.capability)
                     if DEVICE == "cpu" or needed <= HERE.shared_bytes:
@@ -39,7 +39,7 @@ def every_tile():
 
 def tile_id(value):
     if isinstance(value, Tile):
-        return f"{value.block_m}x{value.block_n}w{value.num_warps}s{value.num_stages}" + "r" * value.reload
+        return f"{value.block_m}x{value.block_n}w{value.num_warps}s{value.num_stages}" + "r" * value.reload + "h" * value.hold
     return str(value)
 
 

@@ -39,7 +39,8 @@ def every_tile():
 
 def tile_id(value):
     if isinstance(value, Tile):
-        return f"{value.block_m}x{value.block_n}w{value.num_warps}s{value.num_stages}" + "r" * value.reload + "h" * value.hold
+        flags = "r" * value.reload + "h" * value.hold
+        return f"{value.block_m}x{value.block_n}w{value.num_warps}s{value.num_stages}{flags}"
     return str(value)
 
 

@@ -219,8 +219,13 @@ def _accumulate_dq(
             stride_vn, stride_vd,
             BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True,
         )  # fmt: skip
+        k_bits = k.to(tl.int16, bitcast=True)
+        v_bits = v.to(tl.int16, bitcast=True)
     for start_n in tl.range(begin, end, BLOCK_N):
         if HOLD and not MASKED:
+            # Made of their bits at the head of the loop, both go to shared memory there, behind one barrier.
+            k = k_bits.to(k_ptr.dtype.element_ty, bitcast=True)
+            v = v_bits.to(v_ptr.dtype.element_ty, bitcast=True)
             next_k, next_v = load_pair(
                 k_ptr, v_ptr, tl.minimum(start_n + BLOCK_N, end - BLOCK_N), end,
                 stride_kn, stride_kd,
@@ -246,7 +251,8 @@ def _accumulate_dq(
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # [BLOCK_M, BLOCK_D]
         if HOLD and not MASKED:
-            k, v = next_k, next_v
+            k_bits = next_k.to(tl.int16, bitcast=True)
+            v_bits = next_v.to(tl.int16, bitcast=True)
     return dq
 
 

@@ -32,9 +32,10 @@ class Tile:
     """Rows of a query block and of a key block, warps a program, and stages of the load pipeline.
 
     reload (dK/dV only) loads K and V anew for each query block, where shared memory cannot hold both.
-    hold (dK/dV and dQ on sm_75) keeps the two tiles of the program's own rows in registers, and loads each pair that
-    streams by a block ahead: Turing reads shared memory at half the rate of later chips, and Triton pipelines nothing
-    there. It wants 16 rows a warp, or more, and own rows as many as the head dim: warps are else laid out across them.
+    hold (dK/dV and dQ, 16 bits, on sm_75) keeps the two tiles of the program's own rows in registers, and loads each
+    pair that streams by a block ahead: Turing reads shared memory at half the rate of later chips, and Triton pipelines
+    nothing there. It wants 16 own rows a warp or more, and as many in all as the head dim: warps are else laid out
+    across the columns.
     registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
     3.6.0 and 3.9.0; tests hold it to them.
     """
@@ -155,7 +156,7 @@ TILES: Mapping[str, Table] = _frozen(
             ("dkdv", _HALF): {
                 32: (
                     Tile(32, 128, 4, hold=True, registers=255, stack_bytes=16),
-                    Tile(32, 64, 4, hold=True, registers=255, stack_bytes=16),
+                    Tile(32, 64, 4, hold=True, registers=237, stack_bytes=16),
                 ),
                 64: (
                     Tile(16, 128, 4, hold=True, registers=255, stack_bytes=112),
@@ -164,20 +165,20 @@ TILES: Mapping[str, Table] = _frozen(
                 ),
                 128: (
                     Tile(16, 128, 8, hold=True, registers=255, stack_bytes=176),
-                    Tile(32, 64, 4, registers=255, stack_bytes=56),
+                    Tile(64, 32, 4, registers=254),
                     Tile(32, 32, 4, registers=228),
                 ),
                 256: (Tile(32, 16, 4, registers=240), Tile(16, 16, 4, registers=231)),
             },
             ("dq", _HALF): {
-                32: (Tile(128, 32, 4, hold=True, registers=168), Tile(64, 64, 4, hold=True, registers=255)),
+                32: (Tile(128, 32, 4, hold=True, registers=168), Tile(64, 64, 4, hold=True, registers=162)),
                 64: (
-                    Tile(128, 32, 4, hold=True, registers=255, stack_bytes=16),
-                    Tile(128, 64, 8, hold=True, registers=255, stack_bytes=8),
-                    Tile(64, 32, 4, hold=True, registers=211),
+                    Tile(128, 32, 4, hold=True, registers=255, stack_bytes=8),
+                    Tile(128, 64, 8, hold=True, registers=253),
+                    Tile(64, 32, 4, hold=True, registers=182),
                 ),
                 128: (
-                    Tile(128, 32, 8, hold=True, registers=255, stack_bytes=64),
+                    Tile(128, 32, 8, hold=True, registers=255, stack_bytes=40),
                     Tile(32, 64, 4, registers=245),
                     Tile(32, 32, 4, registers=220),
                 ),

@@ -165,7 +165,7 @@ TILES: Mapping[str, Table] = _frozen(
                 ),
                 128: (
                     Tile(16, 128, 8, hold=True, registers=255, stack_bytes=176),
-                    Tile(64, 32, 4, registers=254),
+                    Tile(64, 32, 4, registers=255, stack_bytes=8),
                     Tile(32, 32, 4, registers=228),
                 ),
                 256: (Tile(32, 16, 4, registers=240), Tile(16, 16, 4, registers=231)),

@@ -12,7 +12,17 @@ import triton.language as tl
 
 from .codegen import Launch, launch, pack_strides
 from .configs import FUSED, Tile, padded_head_dim, tile_constants
-from .primitives import LOG2E, key_range, load_tile, query_range, score_mask, sequence_span, store_tile
+from .primitives import (
+    LOG2E,
+    in_registers,
+    key_range,
+    load_pair,
+    load_tile,
+    query_range,
+    score_mask,
+    sequence_span,
+    store_tile,
+)
 
 DELTA_ROWS = 64
 
@@ -63,13 +73,20 @@ def _accumulate_dkdv(
     stride_dom, stride_dod,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
-    RELOAD: tl.constexpr, MASKED: tl.constexpr,
+    RELOAD: tl.constexpr, HOLD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The key block against its whole query blocks, or against all others: those at the diagonal and the edge.
 
     Scores are transposed: [BLOCK_N, BLOCK_M].
     """
     whole = full_end - full_begin
+    if HOLD and not MASKED:
+        q, do = load_pair(
+            q_ptr, do_ptr, full_begin, full_end,
+            stride_qm, stride_qd,
+            stride_dom, stride_dod,
+            BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True,
+        )  # fmt: skip
     for start in tl.range(begin if MASKED else full_begin, seqlen_q - whole if MASKED else full_end, BLOCK_M):
         start_m = start
         if MASKED:
@@ -80,7 +97,10 @@ def _accumulate_dkdv(
                 k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
                 BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, RELOAD,
             )  # fmt: skip
-        q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+        if MASKED or not HOLD:
+            q = load_tile(
+                q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
+            )
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
         if MASKED:
             offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -90,11 +110,19 @@ def _accumulate_dkdv(
         else:
             lse_log2 = tl.load(lse_log2_ptr + offs_m)
         p = tl.exp2(s * scale_log2 - lse_log2[None, :])
-        do = load_tile(
-            do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
-        )
+        if MASKED or not HOLD:
+            do = load_tile(
+                do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
+            )
         if WITH_DV:
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
+        if HOLD and not MASKED:
+            next_q, next_do = load_pair(
+                q_ptr, do_ptr, tl.minimum(start + BLOCK_M, full_end - BLOCK_M), full_end,
+                stride_qm, stride_qd,
+                stride_dom, stride_dod,
+                BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, False,
+            )  # fmt: skip
         if WITH_DK:
             if RELOAD:
                 v = load_tile(
@@ -108,6 +136,8 @@ def _accumulate_dkdv(
                 delta = tl.load(delta_ptr + offs_m)
             ds = p * (dp - delta[None, :])
             dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
+        if HOLD and not MASKED:
+            q, do = next_q, next_do
     return dk, dv
 
 
@@ -126,7 +156,7 @@ def dkdv_kernel(
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
-    RELOAD: tl.constexpr,
+    RELOAD: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key block, over every query head of its group.
 
@@ -143,6 +173,9 @@ def dkdv_kernel(
     dv_ptr = sequence_span(dv_ptr, batch, head_k, stride_dvb, stride_dvh, STRIDE_UNIT)
     k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
     v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    if HOLD:
+        k = in_registers(k)
+        v = in_registers(v)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     begin, full_begin, full_end = query_range(start_n, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
@@ -159,7 +192,7 @@ def dkdv_kernel(
                 stride_kn, stride_kd,
                 stride_vn, stride_vd,
                 stride_dom, stride_dod,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, WITH_DK, WITH_DV, RELOAD, MASKED,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, WITH_DK, WITH_DV, RELOAD, HOLD, MASKED,
             )  # fmt: skip
     if WITH_DK:
         dk *= scale
@@ -176,11 +209,33 @@ def _accumulate_dq(
     stride_kn, stride_kd,
     stride_vn, stride_vd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, HOLD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The query block against the key blocks in [begin, end)."""
+    """The query block against the key blocks that start in [begin, end)."""
+    if HOLD and not MASKED:
+        k, v = load_pair(
+            k_ptr, v_ptr, begin, seqlen_k,
+            stride_kn, stride_kd,
+            stride_vn, stride_vd,
+            BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True,
+        )  # fmt: skip
+        k_bits = k.to(tl.int16, bitcast=True)
+        v_bits = v.to(tl.int16, bitcast=True)
     for start_n in tl.range(begin, end, BLOCK_N):
-        k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+        if HOLD and not MASKED:
+            # Made of their bits at the head of the loop, both go to shared memory there, behind one barrier.
+            k = k_bits.to(k_ptr.dtype.element_ty, bitcast=True)
+            v = v_bits.to(v_ptr.dtype.element_ty, bitcast=True)
+            next_k, next_v = load_pair(
+                k_ptr, v_ptr, tl.minimum(start_n + BLOCK_N, end - 1), seqlen_k,
+                stride_kn, stride_kd,
+                stride_vn, stride_vd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, False,
+            )  # fmt: skip
+        else:
+            k = load_tile(
+                k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
+            )
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if MASKED:
             offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -188,10 +243,16 @@ def _accumulate_dq(
             live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
             s = tl.where(live, s, float("-inf"))
         p = tl.exp2(s * scale_log2 - lse_log2[:, None])
-        v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+        if MASKED or not HOLD:
+            v = load_tile(
+                v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
+            )
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+        if HOLD and not MASKED:
+            k_bits = next_k.to(tl.int16, bitcast=True)
+            v_bits = next_v.to(tl.int16, bitcast=True)
     return dq
 
 
@@ -208,7 +269,7 @@ def dq_kernel(
     stride_dob, stride_doh, stride_dom, stride_dod,
     stride_dqb, stride_dqh, stride_dqm, stride_dqd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query block."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
@@ -231,6 +292,9 @@ def dq_kernel(
     delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seqlen_q, other=0.0)
     q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
     do = load_tile(do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    if HOLD:
+        q = in_registers(q)
+        do = in_registers(do)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
     full_stop, begin, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
     for MASKED in tl.static_range(2):
@@ -240,7 +304,7 @@ def dq_kernel(
             start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
             stride_kn, stride_kd,
             stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, MASKED,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, HOLD, MASKED,
         )  # fmt: skip
     store_tile(dq_ptr, dq * scale, start_m, seqlen_q, stride_dqm, stride_dqd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
 
@@ -279,7 +343,7 @@ def dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, *, causal: bool, scale: fl
             *strides,
         ),
         constants=tile_constants(tile, head_dim, unit, causal)
-        | {"WITH_DK": dk is not None, "WITH_DV": dv is not None, "RELOAD": tile.reload},
+        | {"WITH_DK": dk is not None, "WITH_DV": dv is not None, "RELOAD": tile.reload, "HOLD": tile.hold},
         options=tile.options,
     )
 
@@ -297,7 +361,7 @@ def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, t
             *(scale, scale * LOG2E.value, seqlen_q, seqlen_k, heads_q, heads_q // max(heads_k, 1)),
             *strides,
         ),
-        constants=tile_constants(tile, head_dim, unit, causal),
+        constants=tile_constants(tile, head_dim, unit, causal) | {"HOLD": tile.hold},
         options=tile.options,
     )
 

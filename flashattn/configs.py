@@ -36,6 +36,10 @@ class Tile:
     Forward only, and for sm_75, where nothing loads behind a kernel's back: q_in_registers keeps Q there and not in
     shared memory, whose reads are the bottleneck; k_transposed loads K as the dot takes it; scores_ahead makes the
     next block's scores beside this block's softmax, for BLOCK_M x BLOCK_N more registers a program.
+    hold (dK/dV and dQ, 16 bits, on sm_75) keeps the two tiles of the program's own rows in registers, and loads each
+    pair that streams by a block ahead: Turing reads shared memory at half the rate of later chips, and Triton pipelines
+    nothing there. It wants 16 own rows a warp or more, and as many in all as the head dim: warps are else laid out
+    across the columns.
     registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
     3.6.0 and 3.9.0; tests hold it to them. They are facts about a tile, and tiles compare without them.
     """
@@ -48,6 +52,7 @@ class Tile:
     q_in_registers: bool = False
     k_transposed: bool = False
     scores_ahead: bool = False
+    hold: bool = False
     registers: int = field(default=255, compare=False)
     stack_bytes: int = field(default=0, compare=False)
 
@@ -173,35 +178,35 @@ TILES: Mapping[str, Table] = _frozen(
                 ),
             },
             ("dkdv", _HALF): {
-                32: (Tile(32, 128, 4, registers=255, stack_bytes=8), Tile(32, 64, 4, registers=226, stack_bytes=16)),
+                32: (
+                    Tile(32, 128, 4, hold=True, registers=255, stack_bytes=16),
+                    Tile(32, 64, 4, hold=True, registers=237, stack_bytes=16),
+                ),
                 64: (
-                    Tile(32, 128, 8, registers=248),
-                    Tile(32, 64, 8, registers=246),
-                    Tile(32, 64, 4, registers=255, stack_bytes=8),
-                    Tile(16, 64, 4, registers=206),
+                    Tile(16, 128, 4, hold=True, registers=255, stack_bytes=112),
+                    Tile(32, 64, 4, hold=True, registers=255, stack_bytes=24),
+                    Tile(32, 128, 8, hold=True, registers=255, stack_bytes=56),
                 ),
                 128: (
-                    Tile(32, 64, 8, registers=227),
-                    Tile(16, 64, 8, registers=198),
-                    Tile(16, 64, 4, registers=255, stack_bytes=40),
+                    Tile(16, 128, 8, hold=True, registers=255, stack_bytes=176),
+                    Tile(64, 32, 4, registers=255, stack_bytes=8),
                     Tile(32, 32, 4, registers=228),
                 ),
-                256: (Tile(16, 32, 8, registers=236), Tile(16, 16, 4, registers=231)),
+                256: (Tile(32, 16, 4, registers=240), Tile(16, 16, 4, registers=231)),
             },
             ("dq", _HALF): {
-                32: (Tile(128, 64, 4, registers=255, stack_bytes=8), Tile(64, 64, 4, registers=162)),
-                64: (Tile(128, 64, 8, registers=230), Tile(64, 64, 4, registers=238), Tile(64, 32, 4, registers=168)),
+                32: (Tile(128, 32, 4, hold=True, registers=168), Tile(64, 64, 4, hold=True, registers=162)),
+                64: (
+                    Tile(128, 32, 4, hold=True, registers=255, stack_bytes=8),
+                    Tile(128, 64, 8, hold=True, registers=253),
+                    Tile(64, 32, 4, hold=True, registers=182),
+                ),
                 128: (
-                    Tile(64, 32, 8, registers=255, stack_bytes=24),
-                    Tile(64, 64, 8, registers=255, stack_bytes=48),
+                    Tile(128, 32, 8, hold=True, registers=255, stack_bytes=40),
                     Tile(32, 64, 4, registers=245),
                     Tile(32, 32, 4, registers=220),
                 ),
-                256: (
-                    Tile(32, 32, 8, registers=255, stack_bytes=16),
-                    Tile(32, 16, 8, registers=255, stack_bytes=16),
-                    Tile(16, 16, 4, registers=255, stack_bytes=64),
-                ),
+                256: (Tile(32, 32, 4, registers=255, stack_bytes=192), Tile(16, 16, 4, registers=255, stack_bytes=64)),
             },
             **_FLOAT_TILES,
         },
@@ -287,8 +292,11 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     A forward tile with Q in registers has it pass m*16 + 16*d at a time before the loop, K and V alone in it, and
     m*(d + 8) after it, where the output is turned round for its store; that is the most there.
     Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
-    from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta; forward 8*m
-    bytes, in float32 or on sm_90, for maxima and sums.
+    from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta, but for 16
+    bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums.
+
+    With hold, shared memory passes the own tiles on to registers, one by one and in rows padded by 8, and the output
+    back; in the loop it has the streamed pair, and the second copy.
     """
     m, n, d = tile.block_m, tile.block_n, padded_head_dim(head_dim)
     pipelined = capability >= 80 and tile.num_stages > 1
@@ -297,6 +305,8 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     crossing = m * n if own < d * d or itemsize == 4 else 0
     if pass_ == "forward" and tile.q_in_registers:
         return max(other, m * (d + 8)) * itemsize
+    if tile.hold:
+        return max(own // d * (d + 8), 3 * other) * itemsize
     if pass_ == "forward":
         elements = own + (2 * buffers if pipelined else 1) * other + crossing
         return elements * itemsize + (8 * m if capability >= 90 or itemsize == 4 else 0)
@@ -304,7 +314,8 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
         streamed = 2 * buffers * other
         return (2 * own + (streamed + crossing if pipelined else other + max(other, crossing))) * itemsize
     kept = max(own, crossing) if tile.reload else 2 * own + max(crossing + m * n, other)
-    return (kept + 2 * buffers * other) * itemsize + 8 * m * buffers
+    statistics = 0 if itemsize == _HALF and capability < 80 else 8 * m * buffers
+    return (kept + 2 * buffers * other) * itemsize + statistics
 
 
 @dataclass(frozen=True)

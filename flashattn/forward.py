@@ -64,7 +64,7 @@ def _attend(
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, K_TRANSPOSED: tl.constexpr, SCORES_AHEAD: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The query block against the key blocks in [begin, end)."""
+    """The query block against the key blocks that start in [begin, end)."""
     AHEAD: tl.constexpr = SCORES_AHEAD and not MASKED
     if AHEAD:
         # The next block's scores keep the tensor cores busy beside this block's softmax; the last block has no next.

@@ -178,3 +178,27 @@ def store_tile(
     ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT)
     mask = tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D)
     tl.store(ptrs, tile.to(row_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def load_pair(
+    x_ptr, y_ptr, start, seqlen,
+    stride_xn, stride_xd,
+    stride_yn, stride_yd,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """The same rows of two tensors."""
+    x = load_tile(x_ptr, start, seqlen, stride_xn, stride_xd, ROWS, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+    y = load_tile(y_ptr, start, seqlen, stride_yn, stride_yd, ROWS, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+    return x, y
+
+
+@triton.jit
+def in_registers(x):
+    """x [rows, columns], as the result of a dot: as the first operand of other dots it then stays in registers.
+
+    A loaded tile would be read from shared memory anew for each of them. Exact: 0 * 0 is added.
+    """
+    a = tl.zeros([x.shape[0], 16], x.dtype)
+    b = tl.zeros([16, x.shape[1]], x.dtype)
+    return tl.dot(a, b, x.to(tl.float32), input_precision="ieee").to(x.dtype)

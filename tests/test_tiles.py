@@ -33,7 +33,8 @@ def every_tile():
 
 def tile_id(value):
     if isinstance(value, Tile):
-        return f"{value.block_m}x{value.block_n}w{value.num_warps}s{value.num_stages}" + "r" * value.reload
+        flags = "r" * value.reload + "h" * value.hold
+        return f"{value.block_m}x{value.block_n}w{value.num_warps}s{value.num_stages}{flags}"
     return str(value)
 
 
@@ -121,6 +122,8 @@ def test_shared_memory_by_hand():
     assert configs.smem_bytes("forward", Tile(128, 64, 4), **half, capability=75) == 2 * (128 * 64 + 64 * 64)
     # Q, and two buffers each of K and V where three stages are asked for before sm_90.
     assert configs.smem_bytes("forward", Tile(128, 64, 4, 3), **half, capability=80) == 2 * (128 * 64 + 4 * 64 * 64)
+    # K, and then V, in padded rows on their way to registers; Q and dO that stream by are smaller.
+    assert configs.smem_bytes("dkdv", Tile(16, 128, 8, hold=True), 128, 2, 75) == 2 * 128 * (128 + 8)
     # Head dims are padded: 40 as 64.
     assert configs.smem_bytes("dq", Tile(128, 64, 8), 40, 2, 75) == 2 * (2 * 128 * 64 + 2 * 64 * 64)
 

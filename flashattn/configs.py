@@ -153,17 +153,13 @@ TILES: Mapping[str, Table] = _frozen(
     {
         "sm_75": {
             ("forward", _HALF): {
-                32: (
-                    Tile(128, 64, 4, **_K, registers=199),
-                    Tile(128, 32, 4, **_K, registers=166),
-                    Tile(64, 64, 4, registers=146),
-                ),
+                32: (Tile(128, 64, 4, registers=192), Tile(128, 32, 4, registers=166), Tile(64, 64, 4, registers=146)),
                 64: (
                     Tile(128, 32, 4, **_K, **_Q, **_AHEAD, registers=255, stack_bytes=16),
                     Tile(128, 64, 4, **_K, **_Q, registers=255, stack_bytes=40),
                     Tile(256, 64, 8, **_K, **_Q, registers=255, stack_bytes=8),
                     Tile(64, 64, 4, **_K, registers=222, stack_bytes=16),
-                    Tile(64, 32, 4, **_K, registers=141),
+                    Tile(64, 32, 4, **_K, registers=142),
                 ),
                 128: (
                     Tile(128, 64, 8, **_K, **_Q, registers=255, stack_bytes=8),
@@ -172,9 +168,9 @@ TILES: Mapping[str, Table] = _frozen(
                     Tile(64, 32, 4, **_K, registers=239),
                 ),
                 256: (
-                    Tile(64, 32, 8, **_K, registers=255, stack_bytes=24),
-                    Tile(32, 32, 4, **_K, registers=255, stack_bytes=24),
-                    Tile(32, 16, 4, **_K, registers=255, stack_bytes=16),
+                    Tile(64, 32, 8, registers=255, stack_bytes=24),
+                    Tile(32, 32, 4, registers=255, stack_bytes=24),
+                    Tile(32, 16, 4, registers=255, stack_bytes=16),
                 ),
             },
             ("dkdv", _HALF): {

@@ -69,7 +69,10 @@ def test_command(tmp_path, capsys):
     copy.write_text(SOURCE)
     file.write_text(json.dumps(tuned(1)))
     assert adopt_tuned.main([str(file), "--configs", str(copy)]) == 0
-    assert f"{TILES[1].block_m} x {TILES[1].block_n}, {TILES[1].num_warps} warps" in capsys.readouterr().out and copy.read_text() != SOURCE
+    assert (
+        f"{TILES[1].block_m} x {TILES[1].block_n}, {TILES[1].num_warps} warps" in capsys.readouterr().out
+        and copy.read_text() != SOURCE
+    )
     file.write_text("{")
     assert adopt_tuned.main([str(file), "--configs", str(copy)]) == 1
     assert file.name in capsys.readouterr().err

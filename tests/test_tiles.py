@@ -67,6 +67,22 @@ def test_every_tile(pass_, itemsize, head_dim, tile, causal):
             check(name, grad, exact[name], baseline[name], condition=condition)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_q_reaches_the_registers_unchanged(head_dim):
+    """fp16's extremes and subnormals on a diagonal, against one unit vector as the only key: lse is the element."""
+    from flashattn.forward import forward
+
+    tile = next(tile for tile in TILES["sm_75"]["forward", 2][head_dim] if tile.q_in_registers)
+    elements = torch.tensor([65504.0, -65504.0, 2.0**-24, -(2.0**-24), 3 * 2.0**-16, 1.0009765625], device=DEVICE)
+    elements = elements.repeat(head_dim)[:head_dim].half()
+    units = torch.eye(head_dim, device=DEVICE).half()[None, None]
+    q = units * elements
+    for i in (*range(6), head_dim - 1):
+        _, lse_log2 = forward(q, units[:, :, i : i + 1], units[:, :, i : i + 1], causal=False, scale=1.0, tile=tile)
+        assert torch.allclose(lse_log2[0, 0, i] * math.log(2), elements[i].float(), rtol=1e-6, atol=0)
+        assert torch.equal(lse_log2[0, 0].nonzero().flatten().cpu(), torch.tensor([i]))
+
+
 @pytest.mark.parametrize("architecture", TILES)
 @pytest.mark.parametrize("pass_", PASSES)
 def test_at_least_three_candidates_fit(architecture, pass_):

@@ -387,19 +387,26 @@ def default_tile(tiles: tuple[Tile, ...], pass_: str, bucket: int) -> Tile:
     return next((tile for tile in tiles if own_rows(tile) <= bucket), min(tiles, key=own_rows))
 
 
-def shipped_tile(pass_: str, device: Device, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> Tile:
-    """The tile where none was tuned on this machine: that of tuned/ for the bucket, else default_tile().
+def tile_of(
+    tuned: Mapping[str, Tile], pass_: str, device: Device, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool
+) -> Tile:
+    """The tile that was tuned for the bucket; else default_tile().
 
-    A bucket that is not in tuned/ has the tile of the nearest one that is, where its own block is no longer than the
+    A bucket that was not tuned has the tile of the nearest one that was, where its own block is no longer than the
     bucket. The interpreter always has the default.
     """
     tiles = candidates(pass_, device, dtype, head_dim)
-    shipped = {} if device is INTERPRETER else load_shipped(device.architecture)
-    for n in sorted(LENGTH_BUCKETS, key=lambda n: max(n, bucket) // min(n, bucket)):  # of two as near the shorter
-        tile = shipped.get(tuned_key(pass_, dtype, head_dim, n, causal))
-        if tile in tiles:
-            return tile if n == bucket else default_tile((tile, *tiles), pass_, bucket)
+    if device is not INTERPRETER:
+        for n in sorted(LENGTH_BUCKETS, key=lambda n: max(n, bucket) // min(n, bucket)):  # of two as near the shorter
+            tile = tuned.get(tuned_key(pass_, dtype, head_dim, n, causal))
+            if tile in tiles:
+                return tile if n == bucket else default_tile((tile, *tiles), pass_, bucket)
     return default_tile(tiles, pass_, bucket)
+
+
+def shipped_tile(pass_: str, device: Device, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> Tile:
+    """The tile where none was tuned on this machine: by the package's tuned/, else the table's default."""
+    return tile_of(load_shipped(device.architecture), pass_, device, dtype, head_dim, bucket, causal)
 
 
 def choose(pass_: str, q: torch.Tensor, length: int, causal: bool) -> Tile:
@@ -412,14 +419,13 @@ def choose(pass_: str, q: torch.Tensor, length: int, causal: bool) -> Tile:
 
 @functools.cache
 def _choose(pass_: str, device: Device, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> Tile:
-    tiles = candidates(pass_, device, dtype, head_dim)
-    if not tiles:
+    if not candidates(pass_, device, dtype, head_dim):
         raise NotImplementedError(
             f"backend='triton': no tile of {pass_} for {dtype} and head_dim {head_dim} fits the {device.shared_bytes} "
             f"bytes of shared memory of {device.name}; use backend='reference'"
         )
-    tuned = load_tuned(device).get(tuned_key(pass_, dtype, head_dim, bucket, causal))
-    return tuned if tuned in tiles else shipped_tile(pass_, device, dtype, head_dim, bucket, causal)
+    tuned = {**load_shipped(device.architecture), **load_tuned(device)}
+    return tile_of(tuned, pass_, device, dtype, head_dim, bucket, causal)
 
 
 def cache_dir() -> Path:

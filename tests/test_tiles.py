@@ -189,7 +189,7 @@ def test_tuned_tiles_are_picked_up(tuned):
     assert path.name.startswith("Some_GPU_24_GB_triton") and path.name.endswith("_stock.json")
     assert configs.choose("forward", q, 900, True) == tiles[2]
     assert configs.choose("forward", q.bfloat16(), 1024, True) == tiles[2]
-    assert configs.choose("forward", q, 1025, True) == tiles[0]
+    assert configs.choose("forward", q, 1025, True) == tiles[2]  # the nearest that was tuned
     assert configs.choose("forward", q, 900, False) == tiles[0]
     configs.save_tuned(tuned, {configs.tuned_key("dq", torch.float16, 64, 1024, True): tiles[1]})
     assert configs.choose("forward", q, 900, True) == tiles[2]  # what was there stays
@@ -224,7 +224,9 @@ def test_order_of_preference(tuned):
     assert configs.choose("forward", q.float(), 900, True) in configs.candidates("forward", tuned, torch.float32, 64)
     configs.save_tuned(tuned, {configs.tuned_key("forward", torch.float16, 64, 1024, True): own})
     assert configs.choose("forward", q, 900, True) == own
+    ship(n2048=shipped)
     assert configs.choose("forward", q, 1025, True) == shipped  # another bucket
+    assert configs.choose("forward", q, 513, True) == own
 
 
 def test_the_interpreter_has_the_default(tuned, monkeypatch):
@@ -273,7 +275,7 @@ def test_files_are_read_once(tuned, monkeypatch):
         configs, "read_tiles", lambda path, original=configs.read_tiles: read.append(path) or original(path)
     )
     assert configs.choose("forward", q, 512, True) == tiles[1]
-    assert read == [configs.tuned_file(tuned), configs.shipped_file("sm_86")]
+    assert read == [configs.shipped_file("sm_86"), configs.tuned_file(tuned)]
     for forbidden in ("exists", "stat", "open", "read_text"):
         monkeypatch.setattr(type(read[0]), forbidden, None)
     for length in (500, 512, 4096):

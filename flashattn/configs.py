@@ -188,7 +188,7 @@ TILES: Mapping[str, Table] = _frozen(
                     Tile(64, 32, 4, registers=255, stack_bytes=8),
                     Tile(32, 32, 4, registers=228),
                 ),
-                256: (Tile(32, 16, 4, registers=240), Tile(16, 16, 4, registers=231)),
+                256: (Tile(16, 16, 4, registers=231), Tile(16, 32, 8, registers=236)),
             },
             ("dq", _HALF): {
                 32: (Tile(128, 32, 4, hold=True, registers=168), Tile(64, 64, 4, hold=True, registers=162)),
@@ -202,7 +202,7 @@ TILES: Mapping[str, Table] = _frozen(
                     Tile(32, 64, 4, registers=245),
                     Tile(32, 32, 4, registers=220),
                 ),
-                256: (Tile(32, 32, 4, registers=255, stack_bytes=192), Tile(16, 16, 4, registers=255, stack_bytes=64)),
+                256: (Tile(16, 32, 4, registers=255, stack_bytes=56), Tile(16, 16, 4, registers=255, stack_bytes=64)),
             },
             **_FLOAT_TILES,
         },

@@ -207,6 +207,13 @@ def _line(error: Exception) -> str:
     return f"{type(error).__name__}: {error}".splitlines()[0][:300]
 
 
+def _own_version() -> str:
+    try:
+        return importlib.metadata.version("flashattn")
+    except importlib.metadata.PackageNotFoundError:
+        return "not installed, but run from its folder"
+
+
 def _triton_wanted() -> str:
     """The 3.2.0 of `triton (==3.2.0) ; platform_system == "Linux"`."""
     wanted = (re.match(r"(?:pytorch[-_])?triton\b[^;]*==\s*([\w.+]+)", x) for x in importlib.metadata.requires("torch"))
@@ -303,7 +310,7 @@ def _gather() -> Facts:
     backends = {"triton": "Triton's interpreter", "reference": "the PyTorch reference"}
     commit = _probe(lambda: "commit {commit}, changed since: {dirty}".format_map(measure.commit()))
     return Facts(
-        flashattn=f"{_probe(importlib.metadata.version, 'flashattn')}, {commit}",
+        flashattn=f"{_probe(_own_version)}, {commit}",
         system=platform.system(),
         notebook=next((name for name, variable in NOTEBOOKS.items() if variable in os.environ), ""),
         python=platform.python_version(),

@@ -72,8 +72,8 @@ def _accumulate_dkdv(
     stride_vn, stride_vd,
     stride_dom, stride_dod,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
-    RELOAD: tl.constexpr, HOLD: tl.constexpr, MASKED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr,
+    WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, RELOAD: tl.constexpr, HOLD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The key block against its whole query blocks, or against all others: those at the diagonal and the edge.
 
@@ -99,8 +99,9 @@ def _accumulate_dkdv(
             )  # fmt: skip
         if MASKED or not HOLD:
             q = load_tile(
-                q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
-            )
+                q_ptr, start_m, seqlen_q, stride_qm, stride_qd,
+                BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+            )  # fmt: skip
         s = tl.dot(k, tl.trans(q), input_precision="ieee")
         if MASKED:
             offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -112,8 +113,9 @@ def _accumulate_dkdv(
         p = tl.exp2(s * scale_log2 - lse_log2[None, :])
         if MASKED or not HOLD:
             do = load_tile(
-                do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
-            )
+                do_ptr, start_m, seqlen_q, stride_dom, stride_dod,
+                BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+            )  # fmt: skip
         if WITH_DV:
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
         if HOLD and not MASKED:
@@ -155,8 +157,8 @@ def dkdv_kernel(
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, WITH_DK: tl.constexpr, WITH_DV: tl.constexpr,
-    RELOAD: tl.constexpr, HOLD: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr,
+    WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, RELOAD: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key block, over every query head of its group.
 
@@ -171,8 +173,14 @@ def dkdv_kernel(
     v_ptr = sequence_span(v_ptr, batch, head_k, stride_vb, stride_vh, STRIDE_UNIT)
     dk_ptr = sequence_span(dk_ptr, batch, head_k, stride_dkb, stride_dkh, STRIDE_UNIT)
     dv_ptr = sequence_span(dv_ptr, batch, head_k, stride_dvb, stride_dvh, STRIDE_UNIT)
-    k = load_tile(k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
-    v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    k = load_tile(
+        k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
+        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+    )  # fmt: skip
+    v = load_tile(
+        v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
+        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+    )  # fmt: skip
     if HOLD:
         k = in_registers(k)
         v = in_registers(v)
@@ -192,13 +200,18 @@ def dkdv_kernel(
                 stride_kn, stride_kd,
                 stride_vn, stride_vd,
                 stride_dom, stride_dod,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, WITH_DK, WITH_DV, RELOAD, HOLD, MASKED,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
+                WITH_DK, WITH_DV, RELOAD, HOLD, MASKED,
             )  # fmt: skip
     if WITH_DK:
         dk *= scale
-        store_tile(dk_ptr, dk, start_n, seqlen_k, stride_dkn, stride_dkd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+        store_tile(
+            dk_ptr, dk, start_n, seqlen_k, stride_dkn, stride_dkd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED
+        )
     if WITH_DV:
-        store_tile(dv_ptr, dv, start_n, seqlen_k, stride_dvn, stride_dvd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+        store_tile(
+            dv_ptr, dv, start_n, seqlen_k, stride_dvn, stride_dvd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED
+        )
 
 
 @triton.jit
@@ -209,7 +222,7 @@ def _accumulate_dq(
     stride_kn, stride_kd,
     stride_vn, stride_vd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, HOLD: tl.constexpr, MASKED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, HOLD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The query block against the key blocks that start in [begin, end)."""
     if HOLD and not MASKED:
@@ -234,8 +247,9 @@ def _accumulate_dq(
             )  # fmt: skip
         else:
             k = load_tile(
-                k_ptr, start_n, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
-            )
+                k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+            )  # fmt: skip
         s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         if MASKED:
             offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -245,8 +259,9 @@ def _accumulate_dq(
         p = tl.exp2(s * scale_log2 - lse_log2[:, None])
         if MASKED or not HOLD:
             v = load_tile(
-                v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED
-            )
+                v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+            )  # fmt: skip
         dp = tl.dot(do, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
         ds = p * (dp - delta[:, None])
         dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # [BLOCK_M, BLOCK_D]
@@ -269,7 +284,7 @@ def dq_kernel(
     stride_dob, stride_doh, stride_dom, stride_dod,
     stride_dqb, stride_dqh, stride_dqm, stride_dqd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, HOLD: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query block."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
@@ -290,8 +305,14 @@ def dq_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     lse_log2 = _load_lse_log2(lse_log2_ptr + row, offs_m, seqlen_q)
     delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seqlen_q, other=0.0)
-    q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
-    do = load_tile(do_ptr, start_m, seqlen_q, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+    q = load_tile(
+        q_ptr, start_m, seqlen_q, stride_qm, stride_qd,
+        BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+    )  # fmt: skip
+    do = load_tile(
+        do_ptr, start_m, seqlen_q, stride_dom, stride_dod,
+        BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+    )  # fmt: skip
     if HOLD:
         q = in_registers(q)
         do = in_registers(do)
@@ -304,9 +325,12 @@ def dq_kernel(
             start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
             stride_kn, stride_kd,
             stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, HOLD, MASKED,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, HOLD, MASKED,
         )  # fmt: skip
-    store_tile(dq_ptr, dq * scale, start_m, seqlen_q, stride_dqm, stride_dqd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+    store_tile(
+        dq_ptr, dq * scale, start_m, seqlen_q, stride_dqm, stride_dqd,
+        BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED,
+    )  # fmt: skip
 
 
 def delta_launch(o, do, dlse_log2, delta) -> Launch:

@@ -87,6 +87,7 @@ def tile_constants(tile: Tile, head_dim: int, stride_unit: int, causal: bool) ->
         "BLOCK_N": tile.block_n,
         "STRIDE_UNIT": stride_unit,
         "CAUSAL": causal,
+        "PIPELINED": tile.num_stages > 1,
     }
 
 

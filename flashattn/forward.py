@@ -22,12 +22,13 @@ from .primitives import (
 def _scores(
     q, k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    K_TRANSPOSED: tl.constexpr, MASKED: tl.constexpr,
+    K_TRANSPOSED: tl.constexpr, PIPELINED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The unscaled scores of the query block with the key block at start_n, [BLOCK_M, BLOCK_N]."""
     k = load_tile(
         k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, TRANSPOSED=K_TRANSPOSED,
+        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED,
+        TRANSPOSED=K_TRANSPOSED, NARROW=PIPELINED,
     )  # fmt: skip
     return tl.dot(q, k if K_TRANSPOSED else tl.trans(k), input_precision="ieee")
 
@@ -39,7 +40,7 @@ def _accumulate(
     start_m, start_n, seqlen_q, seqlen_k, scale_log2,
     stride_vn, stride_vd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, MASKED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The key block at start_n, of the scores s, added to the query block's output."""
     if MASKED:
@@ -48,7 +49,10 @@ def _accumulate(
         live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
         s = tl.where(live, s, float("-inf"))
     p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, MASKED)
-    v = load_tile(v_ptr, start_n, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
+    v = load_tile(
+        v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
+        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+    )  # fmt: skip
     acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
     return acc, m_i, l_i
 
@@ -61,8 +65,8 @@ def _attend(
     stride_kn, stride_kd,
     stride_vn, stride_vd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, K_TRANSPOSED: tl.constexpr, SCORES_AHEAD: tl.constexpr,
-    MASKED: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, K_TRANSPOSED: tl.constexpr,
+    SCORES_AHEAD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The query block against the key blocks that start in [begin, end)."""
     AHEAD: tl.constexpr = SCORES_AHEAD and not MASKED
@@ -70,17 +74,17 @@ def _attend(
         # The next block's scores keep the tensor cores busy beside this block's softmax; the last block has no next.
         s = _scores(
             q, k_ptr, begin, seqlen_k, stride_kn, stride_kd,
-            HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, True,
+            HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, PIPELINED, True,
         )  # fmt: skip
         last = tl.maximum(end - 1, 0) // BLOCK_N * BLOCK_N
         for start_n in tl.range(begin, last, BLOCK_N):
             s_next = _scores(
                 q, k_ptr, start_n + BLOCK_N, seqlen_k, stride_kn, stride_kd,
-                HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, MASKED,
+                HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, PIPELINED, MASKED,
             )  # fmt: skip
             acc, m_i, l_i = _accumulate(
                 acc, m_i, l_i, s, v_ptr, start_m, start_n, seqlen_q, seqlen_k, scale_log2, stride_vn, stride_vd,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, MASKED,
+                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, MASKED,
             )  # fmt: skip
             s = s_next
         begin = last
@@ -88,11 +92,11 @@ def _attend(
         if not AHEAD:
             s = _scores(
                 q, k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-                HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, MASKED,
+                HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, PIPELINED, MASKED,
             )  # fmt: skip
         acc, m_i, l_i = _accumulate(
             acc, m_i, l_i, s, v_ptr, start_m, start_n, seqlen_q, seqlen_k, scale_log2, stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, MASKED,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, MASKED,
         )  # fmt: skip
     return acc, m_i, l_i
 
@@ -110,7 +114,7 @@ def forward_kernel(
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_ob, stride_oh, stride_om, stride_od,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr,
     Q_IN_REGISTERS: tl.constexpr, K_TRANSPOSED: tl.constexpr, SCORES_AHEAD: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
@@ -130,7 +134,10 @@ def forward_kernel(
     if Q_IN_REGISTERS:
         q = load_in_registers(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
     else:
-        q = load_tile(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+        q = load_tile(
+            q_ptr, start_m, seqlen_q, stride_qm, stride_qd,
+            BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+        )  # fmt: skip
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
@@ -142,7 +149,7 @@ def forward_kernel(
             start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
             stride_kn, stride_kd,
             stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, K_TRANSPOSED, SCORES_AHEAD, MASKED,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, K_TRANSPOSED, SCORES_AHEAD, MASKED,
         )  # fmt: skip
 
     # A row without a key has the sum 0; it gets output 0, lse -inf.
@@ -150,7 +157,7 @@ def forward_kernel(
     l_i = tl.where(empty, 1.0, l_i)
     o = acc / l_i[:, None]
     lse_log2 = tl.where(empty, float("-inf"), m_i + tl.log2(l_i))
-    store_tile(o_ptr, o, start_m, seqlen_q, stride_om, stride_od, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+    store_tile(o_ptr, o, start_m, seqlen_q, stride_om, stride_od, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED)
     offs_m = start_m + tl.arange(0, BLOCK_M)
     tl.store(lse_log2_ptr + batch_head.to(tl.int64) * seqlen_q + offs_m, lse_log2, mask=offs_m < seqlen_q)
 

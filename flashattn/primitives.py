@@ -72,21 +72,22 @@ def softmax_step(s, m_i, l_i, scale_log2, MASKED: tl.constexpr):
 @triton.jit
 def tile_ptrs(
     row_ptr, start, stride_row, stride_d,
-    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr, TRANSPOSED: tl.constexpr = False,
+    ROWS: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    TRANSPOSED: tl.constexpr = False, NARROW: tl.constexpr = False,
 ):  # fmt: skip
     """Pointers [ROWS, BLOCK_D] to the rows from start on; TRANSPOSED: [BLOCK_D, ROWS].
 
-    Within a tile 32 bits do: see codegen.pack_strides.
+    NARROW: offsets within the tile have 32 bits, which do where codegen.pack_strides gives a unit over 1.
     """
+    row_ptr += start * (stride_row.to(tl.int64) * STRIDE_UNIT)
     offs_row = tl.arange(0, ROWS)
     offs_d = tl.arange(0, BLOCK_D)
-    if STRIDE_UNIT == 1:
+    if STRIDE_UNIT == 1 or not NARROW:
         offs_row = offs_row.to(tl.int64)
         offs_d = offs_d.to(tl.int64)
     offs_row = offs_row * stride_row * STRIDE_UNIT
     offs_d = offs_d * stride_d
-    offs = offs_row[None, :] + offs_d[:, None] if TRANSPOSED else offs_row[:, None] + offs_d[None, :]
-    return row_ptr + start * (stride_row.to(tl.int64) * STRIDE_UNIT) + offs
+    return row_ptr + (offs_row[None, :] + offs_d[:, None] if TRANSPOSED else offs_row[:, None] + offs_d[None, :])
 
 
 @triton.jit
@@ -114,6 +115,7 @@ def load_tile(
     MASKED: tl.constexpr,
     VOLATILE: tl.constexpr = False,
     TRANSPOSED: tl.constexpr = False,
+    NARROW: tl.constexpr = False,
 ):
     """Rows start to start + ROWS of one head, [ROWS, BLOCK_D], zero where there is no element.
 
@@ -121,7 +123,7 @@ def load_tile(
     [BLOCK_D, ROWS], which on sm_75 goes to a dot as it is: Triton from 3.3 on takes a tile under tl.trans there
     through shared memory in slices, with two barriers each.
     """
-    ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT, TRANSPOSED)
+    ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT, TRANSPOSED, NARROW)
     if MASKED:
         mask = tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D, TRANSPOSED)
         return tl.load(ptrs, mask=mask, other=0.0, volatile=VOLATILE)
@@ -173,9 +175,10 @@ def store_tile(
     row_ptr,
     tile, start, seqlen, stride_row, stride_d,
     ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr,
+    NARROW: tl.constexpr = False,
 ):  # fmt: skip
     """The inverse of load_tile, in the element type of the pointer."""
-    ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT)
+    ptrs = tile_ptrs(row_ptr, start, stride_row, stride_d, ROWS, BLOCK_D, STRIDE_UNIT, NARROW=NARROW)
     mask = tile_mask(start, seqlen, ROWS, HEAD_DIM, BLOCK_D)
     tl.store(ptrs, tile.to(row_ptr.dtype.element_ty), mask=mask)
 

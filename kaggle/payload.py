@@ -51,7 +51,7 @@ def manifest(root: Path, allow_dirty: bool = False) -> Manifest:
     if changes and not allow_dirty:
         raise ValueError(
             f"working tree: got {len(changes)} uncommitted changes, such as {changes[0][3:]}; accepted is a clean "
-            "one: commit or stash them, or allow a dirty tree, which marks the results and leaves untracked files out"
+            "one: commit or stash them, or give --allow-dirty, which marks the results and leaves untracked files out"
         )
     return Manifest(commit, bool(changes))
 
@@ -148,17 +148,26 @@ def _set_parameters(
     folder = "notebooks/"
     there = {name: files[name] for name in files if name.startswith(folder) and name.endswith(".ipynb")}
     settings = plan.Settings.of(defaults | parameters, [Path(name).stem for name in there])
-    for name, told in settings.notebook_parameters.items():
-        source = nbformat.reads(there[f"{folder}{name}.ipynb"].decode(), as_version=4)
-        known = _assignments(_cell(source, "parameters"))
-        for unknown in {*told} - {*known}:
-            raise ValueError(f"notebook_parameters: got {unknown!r} for {name}, accepted are {', '.join(known)}")
     try:
         exact = json.loads(json.dumps(parameters)) == parameters
     except TypeError:
         exact = False
     if not exact:
         raise ValueError(f"parameters: got {parameters}, accepted is what JSON can hold, such as lists and no tuples")
+    for name, told in settings.notebook_parameters.items():
+        source = nbformat.reads(there[f"{folder}{name}.ipynb"].decode(), as_version=4)
+        known = _assignments(_cell(source, "parameters"))
+        for unknown in {*told} - {*known}:
+            raise ValueError(f"notebook_parameters: got {unknown!r} for {name}, accepted are {', '.join(known)}")
+        for parameter, value in told.items():
+            default = ast.literal_eval(known[parameter])
+            kinds = (int, float) if type(default) in (int, float) else (type(default), type(None))
+            if default is not None and type(value) not in kinds:
+                raise ValueError(
+                    f"notebook_parameters: got {value!r} for {name}'s {parameter}, accepted is one like {default!r}"
+                )
+        if name not in settings.notebooks:
+            raise ValueError(f"notebook_parameters: got some for {name}, which is not among the notebooks to be run")
     _assign(cell, {name: repr(value) for name, value in parameters.items()})
     return settings
 

@@ -8,6 +8,7 @@ IMAGE = "image"  # the pass with the Triton that is installed; the others have a
 TESTS, BENCHMARK, TUNE = "01_tests", "02_benchmark", "tune"
 TOGETHER = (TESTS,)  # times nothing: its passes run at once where there are GPUs enough
 ONCE = ("03_triton_versions",)  # brings Triton releases of its own: the first pass is enough
+NO_GPU = ("04_t4_predicted",)  # use none, and so are pushed only where they are named
 
 # What a quick run tells the notebooks: tests that compile few kernels, a few rows, two releases.
 QUICK = {

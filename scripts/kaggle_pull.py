@@ -320,12 +320,17 @@ def take_in(
     """Check a run's files, place them, regenerate and commit; returns its status. Raises ValueError, with why."""
     status = run_status.read(folder)
     if status is None:
-        raise ValueError(f"{run_status.FILE}: is not there: this is no run of the driver, or it never began")
+        raise ValueError(
+            f"{run_status.FILE}: is not there: this is no run of the driver, or it never began; of a zip in "
+            f"which there is another one, {ARCHIVE}, give that"
+        )
     check(status, root, record, commit_of)
     if committing and own_changes(root):
         raise ValueError("README.md: has changes of your own: commit them first, or give --no-commit")
     (folder / "README.md").write_text(report(status, origin, folder))
     target, new = place(folder, status, root / "results")
+    if not new and git(root, "ls-files", "--modified", "--", target.relative_to(root).as_posix()):
+        raise ValueError(f"{target.name}: its files were changed since it was taken in: git restore brings them back")
     try:
         regenerate(root)
     except Exception as error:  # what is made of all runs must not fail from now on because of this one

@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "kaggle"))
 
 import payload  # noqa: E402
+import plan  # noqa: E402
 
 SESSION_MINUTES = 12 * 60  # what Kaggle gives a session
 MARGIN_MINUTES = 20  # for Kaggle to start it, and for the driver to pack what there is
@@ -29,7 +30,7 @@ SLUG = "flashattn-t4"
 
 def parameters_from(args: argparse.Namespace, root: Path) -> dict[str, object]:
     """The driver's parameters, which payload.build() checks; raises ValueError for a limit beyond Kaggle's."""
-    limit = args.limit or LIMIT_MINUTES[not args.full]
+    limit = LIMIT_MINUTES[not args.full] if args.limit is None else args.limit
     if not 0 < limit <= SESSION_MINUTES - MARGIN_MINUTES:
         raise ValueError(f"--limit: got {limit}, accepted are 1 to {SESSION_MINUTES - MARGIN_MINUTES} minutes")
     told: dict[str, dict[str, object]] = {}
@@ -39,7 +40,8 @@ def parameters_from(args: argparse.Namespace, root: Path) -> dict[str, object]:
         except yaml.YAMLError as error:
             raise ValueError(f"-p {notebook} {name}: got {value!r}, accepted is YAML: {error}") from None
     return {
-        "notebooks": args.notebooks or sorted(path.stem for path in (root / "notebooks").glob("*.ipynb")),
+        "notebooks": args.notebooks
+        or sorted(path.stem for path in (root / "notebooks").glob("*.ipynb") if path.stem not in plan.NO_GPU),
         "quick": not args.full,
         "tritons": args.tritons,
         "notebook_parameters": told,
@@ -94,7 +96,7 @@ def send(folder: Path, built: payload.Built, parameters: dict[str, object], root
 
 def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("notebooks", nargs="*", help="in order of worth; default: all, in the order of their names")
+    parser.add_argument("notebooks", nargs="*", help="in order of worth; default: all that use the GPU, by name")
     parser.add_argument(
         "-p",
         nargs=3,
@@ -115,7 +117,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--limit", type=int, metavar="MINUTES", help="of the whole run; default: 60, with --full 600")
     parser.add_argument("--owner", help="whose kernel it is; default: the account of the kaggle command")
     parser.add_argument("--slug", default=SLUG, help=f"the kernel's name in its address; default: {SLUG}")
-    parser.add_argument("--allow-dirty", action="store_true", help="push uncommitted changes too; results say so")
+    parser.add_argument(
+        "--allow-dirty", action="store_true", help="push uncommitted changes of tracked files too; results say so"
+    )
     parser.add_argument("--dry-run", action="store_true", help="build and show, send nothing, and keep the notebook")
     parser.add_argument("--no-wait", action="store_true", help="push and return")
     parser.add_argument("--no-commit", action="store_true", help="bring the results back, for a look first")

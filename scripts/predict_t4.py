@@ -4,6 +4,7 @@ Prints a row for each tile, then forward and backward against what SDPA's kernel
 the utilisation of the tensor cores by FLOPs that count: not padding of the head dim, nor products that several warps
 repeat. A row of dkdv or dq counts all of its own products; the backward's rows count 5 of the 7 that both make.
 "ins/kF" and "B/kF" are warp instructions and bytes through shared memory for a thousand useful FLOP.
+"TF 1.59" and "TF 1.0" are useful TFLOP/s at these GHz, "aim" is what the project set out to reach.
 Nothing here was measured; docs/t4_model.md says how far to trust it.
 """
 

@@ -153,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(str(error))
     if args.check:
         if not index.is_file() or index.read_text() != new:
-            print(f"{index.name} is out of step with the run folders: run scripts/results_index.py")
+            print(f"{index.parent.name}/{index.name} is out of step with the run folders: run scripts/results_index.py")
             return 1
         return 0
     index.write_text(new)

@@ -192,6 +192,14 @@ def test_notebook_without_kernelspec_is_refused(project, build):
             {"notebook_parameters": {"02_benchmark": {"seqlens": [1]}}},
             "got 'seqlens' for 02_benchmark, accepted are",
         ),
+        (
+            {"notebook_parameters": {"02_benchmark": {"seq_lens": 512}}},
+            r"got 512 for .* seq_lens, accepted is one like \[",
+        ),
+        (
+            {"notebooks": ["01_tests"], "notebook_parameters": {"02_benchmark": {"budget_ms": 10}}},
+            "got some for 02_benchmark, which is not among the notebooks",
+        ),
         ({"notebook_parameters": {"02_benchmark": {"seq_lens": (1, 2)}}}, "accepted is what JSON can hold"),
         ({"notebook_parameters": {"02_benchmark": {"seq_lens": {1}}}}, "accepted is what JSON can hold"),
     ],

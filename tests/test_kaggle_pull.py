@@ -89,6 +89,11 @@ def test_complete_run(repo, service, capfd):
     assert git(repo, "rev-parse", "HEAD") == before and clean(repo) and placed(repo) == [name]
     assert [body["versionLabel"] for body in service.asked("ListKernelSessionOutput")] == ["v1", "v1"]
 
+    (folder / "01_tests.json").write_text("edited")
+    assert pull(repo, f"https://www.kaggle.com/code/{ADDRESS}") == 1  # an edited run is not committed as the run's own
+    assert "were changed since it was taken in" in capfd.readouterr().err
+    assert git(repo, "rev-parse", "HEAD") == before
+
 
 PARTIAL = [step("01_tests"), step("02_benchmark", "failed", note="its last cell wrote no 02_benchmark.json")]
 TIMED_OUT = [step("01_tests", "timed out"), step("02_benchmark", "not run")]

@@ -34,8 +34,8 @@ class Tile:
 
     reload (dK/dV only) loads K and V anew for each query block, where shared memory cannot hold both.
     Forward only, and for sm_75, where nothing loads behind a kernel's back: q_in_registers keeps Q there and not in
-    shared memory, whose reads are the bottleneck; k_transposed loads K as the dot takes it; scores_ahead makes the
-    next block's scores beside this block's softmax, for BLOCK_M x BLOCK_N more registers a program.
+    shared memory, whose reads are the bottleneck; k_transposed loads K as the dot takes it; k_ahead and v_ahead load
+    the next block's K and V into registers beside this block; integer_p (fp16) rounds P by primitives.to_half.
     hold (dK/dV and dQ, 16 bits, on sm_75) keeps the two tiles of the program's own rows in registers, and loads each
     pair that streams by a block ahead: Turing reads shared memory at half the rate of later chips, and Triton pipelines
     nothing there. It wants 16 own rows a warp or more, and as many in all as the head dim: warps are else laid out
@@ -51,7 +51,9 @@ class Tile:
     reload: bool = False
     q_in_registers: bool = False
     k_transposed: bool = False
-    scores_ahead: bool = False
+    k_ahead: bool = False
+    v_ahead: bool = False
+    integer_p: bool = False
     hold: bool = False
     registers: int = field(default=255, compare=False)
     stack_bytes: int = field(default=0, compare=False)
@@ -93,7 +95,11 @@ def tile_constants(tile: Tile, head_dim: int, stride_unit: int, causal: bool) ->
 
 _HALF, _FLOAT = 2, 4  # bytes an element: fp16 and bf16 share their tiles
 
-_K, _Q, _AHEAD = {"k_transposed": True}, {"q_in_registers": True}, {"scores_ahead": True}  # levers, see Tile
+# Levers, see Tile.
+_K = {"k_transposed": True}
+_KQ = {**_K, "q_in_registers": True, "integer_p": True}
+_K_AHEAD = {**_KQ, "k_ahead": True}
+_KV_AHEAD = {**_K_AHEAD, "v_ahead": True}
 
 # {(pass, bytes an element): {padded head dim: candidates, the default for long sequences first}}
 Table = Mapping[tuple[str, int], Mapping[int, tuple[Tile, ...]]]
@@ -156,15 +162,14 @@ TILES: Mapping[str, Table] = _frozen(
             ("forward", _HALF): {
                 32: (Tile(128, 64, 4, registers=192), Tile(128, 32, 4, registers=166), Tile(64, 64, 4, registers=146)),
                 64: (
-                    Tile(128, 32, 4, **_K, **_Q, **_AHEAD, registers=255, stack_bytes=16),
-                    Tile(128, 64, 4, **_K, **_Q, registers=255, stack_bytes=40),
-                    Tile(256, 64, 8, **_K, **_Q, registers=255, stack_bytes=8),
+                    Tile(128, 64, 4, **_K_AHEAD, registers=255, stack_bytes=80),
+                    Tile(128, 32, 4, **_KV_AHEAD, registers=255),
+                    Tile(256, 64, 8, **_KV_AHEAD, registers=255, stack_bytes=40),
                     Tile(64, 64, 4, **_K, registers=222, stack_bytes=16),
-                    Tile(64, 32, 4, **_K, registers=142),
                 ),
                 128: (
-                    Tile(128, 64, 8, **_K, **_Q, registers=255, stack_bytes=8),
-                    Tile(128, 32, 8, **_K, **_Q, registers=255, stack_bytes=16),
+                    Tile(128, 64, 8, **_KV_AHEAD, registers=255),
+                    Tile(128, 32, 8, **_KV_AHEAD, registers=255, stack_bytes=8),
                     Tile(64, 64, 8, **_K, registers=209),
                     Tile(64, 32, 4, **_K, registers=239),
                 ),
@@ -286,8 +291,8 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
 
     and m*n [P or dS] more where the output's tile is wider than tall, d > m (d > n for dkdv): its warps are then
     laid out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses.
-    A forward tile with Q in registers has it pass m*16 + 16*d at a time before the loop, K and V alone in it, and
-    m*(d + 8) after it, where the output is turned round for its store; that is the most there.
+    A forward tile with Q in registers has it pass m*16 + 16*d at a time before the loop, K and V in it, together only
+    with v_ahead, and m*(d + 8) after it, where the output is turned round for its store.
     Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
     from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta, but for 16
     bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums.
@@ -301,7 +306,7 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     own, other = (n * d, m * d) if pass_ == "dkdv" else (m * d, n * d)  # a tile that is kept, one that streams by
     crossing = m * n if own < d * d or itemsize == 4 else 0
     if pass_ == "forward" and tile.q_in_registers:
-        return max(other, m * (d + 8)) * itemsize
+        return max((1 + tile.v_ahead) * other, m * (d + 8)) * itemsize
     if tile.hold:
         return max(own // d * (d + 8), 3 * other) * itemsize
     if pass_ == "forward":

@@ -7,6 +7,7 @@ import triton.language as tl
 from .codegen import Launch, launch, pack_strides
 from .configs import Tile, tile_constants
 from .primitives import (
+    HALF_SCALE,
     LOG2E,
     key_range,
     load_in_registers,
@@ -15,46 +16,8 @@ from .primitives import (
     sequence_span,
     softmax_step,
     store_tile,
+    to_half,
 )
-
-
-@triton.jit
-def _scores(
-    q, k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, STRIDE_UNIT: tl.constexpr,
-    K_TRANSPOSED: tl.constexpr, PIPELINED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The unscaled scores of the query block with the key block at start_n, [BLOCK_M, BLOCK_N]."""
-    k = load_tile(
-        k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED,
-        TRANSPOSED=K_TRANSPOSED, NARROW=PIPELINED,
-    )  # fmt: skip
-    return tl.dot(q, k if K_TRANSPOSED else tl.trans(k), input_precision="ieee")
-
-
-@triton.jit
-def _accumulate(
-    acc, m_i, l_i, s,
-    v_ptr,
-    start_m, start_n, seqlen_q, seqlen_k, scale_log2,
-    stride_vn, stride_vd,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, MASKED: tl.constexpr,
-):  # fmt: skip
-    """The key block at start_n, of the scores s, added to the query block's output."""
-    if MASKED:
-        offs_m = start_m + tl.arange(0, BLOCK_M)
-        offs_n = start_n + tl.arange(0, BLOCK_N)
-        live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
-        s = tl.where(live, s, float("-inf"))
-    p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, MASKED)
-    v = load_tile(
-        v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
-        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
-    )  # fmt: skip
-    acc = tl.dot(p.to(v.dtype), v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
-    return acc, m_i, l_i
 
 
 @triton.jit
@@ -66,38 +29,56 @@ def _attend(
     stride_vn, stride_vd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, K_TRANSPOSED: tl.constexpr,
-    SCORES_AHEAD: tl.constexpr, MASKED: tl.constexpr,
+    K_AHEAD: tl.constexpr, V_AHEAD: tl.constexpr, INTEGER_P: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The query block against the key blocks that start in [begin, end)."""
-    AHEAD: tl.constexpr = SCORES_AHEAD and not MASKED
-    if AHEAD:
-        # The next block's scores keep the tensor cores busy beside this block's softmax; the last block has no next.
-        s = _scores(
-            q, k_ptr, begin, seqlen_k, stride_kn, stride_kd,
-            HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, PIPELINED, True,
+    if K_AHEAD and not MASKED:
+        k = load_tile(
+            k_ptr, begin, seqlen_k, stride_kn, stride_kd,
+            BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, TRANSPOSED=K_TRANSPOSED,
         )  # fmt: skip
-        last = tl.maximum(end - 1, 0) // BLOCK_N * BLOCK_N
-        for start_n in tl.range(begin, last, BLOCK_N):
-            s_next = _scores(
-                q, k_ptr, start_n + BLOCK_N, seqlen_k, stride_kn, stride_kd,
-                HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, PIPELINED, MASKED,
-            )  # fmt: skip
-            acc, m_i, l_i = _accumulate(
-                acc, m_i, l_i, s, v_ptr, start_m, start_n, seqlen_q, seqlen_k, scale_log2, stride_vn, stride_vd,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, MASKED,
-            )  # fmt: skip
-            s = s_next
-        begin = last
+        k_bits = k.to(tl.int16, bitcast=True)
+    if V_AHEAD and not MASKED:
+        v = load_tile(v_ptr, begin, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
+        v_bits = v.to(tl.int16, bitcast=True)
     for start_n in tl.range(begin, end, BLOCK_N):
-        if not AHEAD:
-            s = _scores(
-                q, k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-                HEAD_DIM, BLOCK_D, BLOCK_N, STRIDE_UNIT, K_TRANSPOSED, PIPELINED, MASKED,
+        # Made of their bits at the head of the loop, tiles go to shared memory there, behind one barrier.
+        if K_AHEAD and not MASKED:
+            k = k_bits.to(k_ptr.dtype.element_ty, bitcast=True)
+        else:
+            k = load_tile(
+                k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, TRANSPOSED=K_TRANSPOSED, NARROW=PIPELINED,
             )  # fmt: skip
-        acc, m_i, l_i = _accumulate(
-            acc, m_i, l_i, s, v_ptr, start_m, start_n, seqlen_q, seqlen_k, scale_log2, stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, MASKED,
-        )  # fmt: skip
+        if V_AHEAD and not MASKED:
+            v = v_bits.to(v_ptr.dtype.element_ty, bitcast=True)
+        s = tl.dot(q, k if K_TRANSPOSED else tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        if MASKED:
+            offs_m = start_m + tl.arange(0, BLOCK_M)
+            offs_n = start_n + tl.arange(0, BLOCK_N)
+            live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
+            s = tl.where(live, s, float("-inf"))
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, MASKED)
+        if MASKED or not V_AHEAD:
+            v = load_tile(
+                v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+            )  # fmt: skip
+        p = to_half(p) if INTEGER_P else p.to(v.dtype)
+        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+        if K_AHEAD and not MASKED:
+            # The last block has no next: it loads itself again, since a masked load would be waited for at once.
+            k = load_tile(
+                k_ptr, tl.minimum(start_n + BLOCK_N, end - 1), seqlen_k, stride_kn, stride_kd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, False, TRANSPOSED=K_TRANSPOSED,
+            )  # fmt: skip
+            k_bits = k.to(tl.int16, bitcast=True)
+        if V_AHEAD and not MASKED:
+            v = load_tile(
+                v_ptr, tl.minimum(start_n + BLOCK_N, end - 1), seqlen_k, stride_vn, stride_vd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, False,
+            )  # fmt: skip
+            v_bits = v.to(tl.int16, bitcast=True)
     return acc, m_i, l_i
 
 
@@ -115,7 +96,8 @@ def forward_kernel(
     stride_ob, stride_oh, stride_om, stride_od,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr,
-    Q_IN_REGISTERS: tl.constexpr, K_TRANSPOSED: tl.constexpr, SCORES_AHEAD: tl.constexpr,
+    Q_IN_REGISTERS: tl.constexpr, K_TRANSPOSED: tl.constexpr, K_AHEAD: tl.constexpr, V_AHEAD: tl.constexpr,
+    INTEGER_P: tl.constexpr,
 ):  # fmt: skip
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     block = tl.program_id(0) % blocks
@@ -149,13 +131,14 @@ def forward_kernel(
             start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
             stride_kn, stride_kd,
             stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, K_TRANSPOSED, SCORES_AHEAD, MASKED,
+            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
+            K_TRANSPOSED, K_AHEAD, V_AHEAD, INTEGER_P, MASKED,
         )  # fmt: skip
 
     # A row without a key has the sum 0; it gets output 0, lse -inf.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
-    o = acc / l_i[:, None]
+    o = acc / (l_i * HALF_SCALE if INTEGER_P else l_i)[:, None]
     lse_log2 = tl.where(empty, float("-inf"), m_i + tl.log2(l_i))
     store_tile(o_ptr, o, start_m, seqlen_q, stride_om, stride_od, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED)
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -179,7 +162,9 @@ def forward_launch(q, k, v, o, lse_log2, *, causal: bool, scale: float, tile: Ti
         | {
             "Q_IN_REGISTERS": tile.q_in_registers,
             "K_TRANSPOSED": tile.k_transposed,
-            "SCORES_AHEAD": tile.scores_ahead,
+            "K_AHEAD": tile.k_ahead,
+            "V_AHEAD": tile.v_ahead,
+            "INTEGER_P": tile.integer_p and q.dtype == torch.float16,
         },
         options=tile.options,
     )

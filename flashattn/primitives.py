@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
+HALF_SCALE = tl.constexpr(2048.0)  # see to_half()
 
 
 @triton.jit
@@ -67,6 +68,19 @@ def softmax_step(s, m_i, l_i, scale_log2, MASKED: tl.constexpr):
     p = tl.exp2(s * scale_log2 - m_ref[:, None])  # one FFMA: the scale is not applied to s on its own
     alpha = tl.exp2(m_i - m_ref)
     return p, alpha, m_new, l_i * alpha + tl.sum(p, 1)
+
+
+@triton.jit
+def to_half(p):
+    """p * HALF_SCALE, p from 0 to 1, rounded to fp16, half up, in integers: conversions share the exponentials' pipe.
+
+    The exponent's bias goes from 127 to 15 and from there up by the scale's 11, the mantissa from 23 bits to 10. A p
+    under 2**-25, where fp16's normal numbers end, loses up to 2**-26, half of what fp16 loses of one without the scale;
+    under 2**-26 it becomes 0.
+    """
+    BIAS: tl.constexpr = (127 - 15 - 11) << 23
+    bits = tl.maximum(p.to(tl.int32, bitcast=True), BIAS) - BIAS
+    return ((bits * 8 + 0x8000) >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit

@@ -160,23 +160,23 @@ TILES: Mapping[str, Table] = _frozen(
     {
         "sm_75": {
             ("forward", _HALF): {
-                32: (Tile(128, 64, 4, registers=192), Tile(128, 32, 4, registers=166), Tile(64, 64, 4, registers=146)),
+                32: (Tile(128, 64, 4, registers=226), Tile(128, 32, 4, registers=168), Tile(64, 64, 4, registers=154)),
                 64: (
-                    Tile(128, 64, 4, **_K_AHEAD, registers=255, stack_bytes=80),
+                    Tile(128, 64, 4, **_K_AHEAD, registers=255, stack_bytes=88),
                     Tile(128, 32, 4, **_KV_AHEAD, registers=255),
-                    Tile(256, 64, 8, **_KV_AHEAD, registers=255, stack_bytes=40),
-                    Tile(64, 64, 4, **_K, registers=222, stack_bytes=16),
+                    Tile(256, 64, 8, **_KV_AHEAD, registers=255, stack_bytes=32),
+                    Tile(64, 64, 4, **_K, registers=200, stack_bytes=8),
                 ),
                 128: (
                     Tile(128, 64, 8, **_KV_AHEAD, registers=255),
                     Tile(128, 32, 8, **_KV_AHEAD, registers=255, stack_bytes=8),
-                    Tile(64, 64, 8, **_K, registers=209),
-                    Tile(64, 32, 4, **_K, registers=239),
+                    Tile(64, 64, 8, **_K, registers=215),
+                    Tile(64, 32, 4, **_K, registers=247),
                 ),
                 256: (
-                    Tile(64, 32, 8, registers=255, stack_bytes=24),
-                    Tile(32, 32, 4, registers=255, stack_bytes=24),
-                    Tile(32, 16, 4, registers=255, stack_bytes=16),
+                    Tile(64, 32, 8, registers=255, stack_bytes=8),
+                    Tile(32, 32, 4, registers=255),
+                    Tile(32, 16, 4, registers=255),
                 ),
             },
             ("dkdv", _HALF): {

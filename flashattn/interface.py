@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from .autograd import attend, eager
-from .configs import DTYPES, MAX_HEAD_DIM, device_of
+from .configs import DTYPES, MAX_HEAD_DIM
 
 BACKENDS = ("auto", "triton", "reference")
 SMALLEST_SCALE, LARGEST_SCALE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max / 2
@@ -146,8 +146,8 @@ def _refusal(q: torch.Tensor) -> str | None:
             "takes CUDA tensors, or CPU tensors where TRITON_INTERPRET=1 was set before flashattn was imported; "
             f"got q on {q.device}"
         )
-    if q.is_cuda and (device := device_of(q.device)).capability < 75:
-        return f"needs a GPU of Turing (sm_75) or later, got {device.name}"
+    if q.is_cuda and torch.cuda.get_device_capability(q.device) < (7, 5):
+        return f"needs a GPU of Turing (sm_75) or later, got {torch.cuda.get_device_name(q.device)}"
     return None
 
 

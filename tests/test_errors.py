@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from flashattn import attention, configs, interface
+from flashattn import attention, interface
 
 Q = torch.zeros(2, 4, 5, 8)
 K = torch.zeros(2, 2, 6, 8)
@@ -69,9 +69,9 @@ def test_forward_mode_is_refused():
 def test_a_gpu_older_than_turing_runs_on_the_reference(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     q = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, dtype=torch.float16)
-    for capability, backend in ((60, "reference"), (70, "reference"), (75, "triton")):
-        gpu = configs.Device("Tesla P100-PCIE-16GB", capability, 49152)
-        monkeypatch.setattr(interface, "device_of", lambda _, found=gpu: found)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "Tesla P100-PCIE-16GB")
+    for capability, backend in (((6, 0), "reference"), ((7, 0), "reference"), ((7, 5), "triton")):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, found=capability: found)
         assert interface.backend_for(q) == backend
         reason = interface._refusal(q)
         assert (reason is None) == (backend == "triton")

@@ -66,7 +66,8 @@ def launch(kernel: str) -> codegen.Launch:
 def predict(kernel: str) -> dict[str, int]:
     """The instructions that the dots of a kernel take: "mma" on the tensor cores, or else "fma".
 
-    A dot of M x N x K is as many multiply-adds: one each for a thread's FMA, 16 * 8 * 8 for a warp's m16n8k8.
+    A dot of M x N x K is as many multiply-adds: one each for a thread's FMA, 16 * 8 * 8 for a warp's m16n8k8. Dots
+    that bring tiles into registers, before the loop, come on top.
     """
     described = launch(kernel)
     blocks = [described.constants.get(name, 1) for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D")]

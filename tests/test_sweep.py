@@ -197,7 +197,7 @@ def test_sweep_of_the_installed_release(installed, tmp_path):
     code = frame[frame["path"] == ("restored" if restored else "stock")].set_index("kernel")
     for kernel in ("matmul", "forward"):
         assert code.loc[kernel, "result"] == "ok"
-        assert code.loc[kernel, "mma"] == sweep_kernels.predict(kernel)["mma"]
+        assert 1 <= code.loc[kernel, "mma"] / sweep_kernels.predict(kernel)["mma"] < 1.25
         assert 0 < code.loc[kernel, "shared_bytes"] <= sweep_triton.SHARED_BYTES
         assert 0 < code.loc[kernel, "registers"] <= 255 and code.loc[kernel, "compile_s"] > 0
 

@@ -172,8 +172,9 @@ class _AttentionBackward(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is refused, not wrong."""
 
     @staticmethod
-    def run(again, *args):
-        return _run(_backward, *args, again=again)
+    def run(again, q, *args):
+        # What looks on may have come, or gone, since the forward pass.
+        return _run(_backward, q, *args, again=again if eager(q) else None)
 
     @staticmethod
     def forward(ctx, *args):

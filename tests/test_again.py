@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import DEVICE, inputs
 
-from flashattn import attention, codegen, interface
+from flashattn import attention, autograd, codegen, interface
 
 
 def gradients(q, k, v, do, **options):
@@ -121,6 +121,20 @@ def test_a_cpu_remembers_nothing():
     interface._settled.clear()
     attention(*inputs(1, 1, 9, 9, 16))
     assert not interface._settled
+
+
+def test_a_backward_pass_that_is_watched_takes_the_operator(monkeypatch):
+    """Compiled autograd, or a FLOP counter, may come after an eager forward pass that was remembered."""
+
+    def _backward(*args, **options):
+        raise AssertionError("not by the operator")
+
+    q, k, v = inputs(1, 1, 5, 7, 8, dtype=torch.float32)
+    o, lse_log2 = autograd._forward(q, k, v, False, 0.5, "reference")
+    monkeypatch.setattr(autograd, "_backward", _backward)
+    monkeypatch.setattr(autograd, "eager", lambda q: False)
+    dq, dk, dv = autograd._AttentionBackward.run({}, q, k, v, o, lse_log2, o, None, False, 0.5, "reference", [True] * 3)
+    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
 
 
 def test_launch_remembers_by_key():

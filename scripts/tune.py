@@ -50,9 +50,7 @@ def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    lengths = list(
-        configs.LENGTH_BUCKETS[:-1]
-    )  # the last has the tile of its neighbour, and would take half of the time
+    lengths = list(configs.LENGTH_BUCKETS[:-1])  # the last has its neighbour's tile, and would take half of the time
     parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], help="padded to powers of two")
     parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="one for each bucket to tune")
     parser.add_argument("--dtypes", nargs="+", choices=["float16", "bfloat16", "float32"], default=["float16"])

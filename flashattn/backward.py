@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .codegen import Launch, launch, pack_strides
+from .codegen import Launch, launch, pack_strides, settled_rows
 from .configs import FUSED, Tile, padded_head_dim, tile_constants
 from .primitives import (
     LOG2E,
@@ -19,6 +19,7 @@ from .primitives import (
     load_pair,
     load_tile,
     query_range,
+    row_stride,
     score_mask,
     sequence_span,
     store_tile,
@@ -159,11 +160,14 @@ def dkdv_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr,
     WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, RELOAD: tl.constexpr, HOLD: tl.constexpr,
+    ROW_Q: tl.constexpr, ROW_DO: tl.constexpr,
 ):  # fmt: skip
     """dK and dV of one key block, over every query head of its group.
 
     RELOAD loads K and V anew for every query block: shared memory then holds one of them at a time.
     """
+    stride_qm = row_stride(stride_qm, ROW_Q)
+    stride_dom = row_stride(stride_dom, ROW_DO)
     blocks = tl.cdiv(seqlen_k, BLOCK_N)
     start_n = tl.program_id(0) % blocks * BLOCK_N
     batch = tl.program_id(0) // blocks // heads_k
@@ -285,8 +289,11 @@ def dq_kernel(
     stride_dqb, stride_dqh, stride_dqm, stride_dqd,
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, HOLD: tl.constexpr,
+    ROW_K: tl.constexpr, ROW_V: tl.constexpr,
 ):  # fmt: skip
     """dQ of one query block."""
+    stride_kn = row_stride(stride_kn, ROW_K)
+    stride_vn = row_stride(stride_vn, ROW_V)
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     block = tl.program_id(0) % blocks
     if CAUSAL:
@@ -367,6 +374,7 @@ def dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, *, causal: bool, scale: fl
             *strides,
         ),
         constants=tile_constants(tile, head_dim, unit, causal)
+        | settled_rows(unit, q=q, do=do)
         | {"WITH_DK": dk is not None, "WITH_DV": dv is not None, "RELOAD": tile.reload, "HOLD": tile.hold},
         options=tile.options,
     )
@@ -385,7 +393,7 @@ def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, t
             *(scale, scale * LOG2E.value, seqlen_q, seqlen_k, heads_q, heads_q // max(heads_k, 1)),
             *strides,
         ),
-        constants=tile_constants(tile, head_dim, unit, causal) | {"HOLD": tile.hold},
+        constants=tile_constants(tile, head_dim, unit, causal) | settled_rows(unit, k=k, v=v) | {"HOLD": tile.hold},
         options=tile.options,
     )
 

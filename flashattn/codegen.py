@@ -39,6 +39,19 @@ def pack_strides(*tensors: torch.Tensor) -> tuple[list[int], int]:
     return [x for b, h, m, d in all_strides for x in (b // unit, h // unit, m // unit, d)], unit
 
 
+def settled_rows(unit: int, **tensors: torch.Tensor) -> dict[str, int]:
+    """Row strides, in units of pack_strides, as constants of the kernel: {"ROW_K": 8}; 0 is left to run time.
+
+    With constants the addresses within a tile are one register and immediates: on sm_75 that ends most spills. A kernel
+    is compiled for each, so they must be few: where rows lie further apart than batches (length, batch, heads, head
+    dim), the batch size is in the stride.
+    """
+    return {
+        f"ROW_{name.upper()}": t.stride(2) // unit if unit > 1 and t.stride(2) <= t.stride(0) else 0
+        for name, t in tensors.items()
+    }
+
+
 class Launch(NamedTuple):
     """One kernel launch: positional arguments (tensors, then numbers), constexpr arguments and options by name."""
 
@@ -88,7 +101,8 @@ class Again(NamedTuple):
         if self.device != torch.cuda.current_device():
             with torch.cuda.device(self.device):
                 return self.run(*tensors)
-        self.launch(*tensors, *self.rest)
+        # As numbers: of a tensor's address Triton asks the driver, each time, whether it is the GPU's.
+        self.launch(*[x.data_ptr() for x in tensors], *self.rest)
 
 
 def launch(make: Callable[[], Launch], tensors: tuple, key: Any, again: dict[Any, Again] | None) -> None:

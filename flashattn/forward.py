@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .codegen import Launch, launch, pack_strides
+from .codegen import Launch, launch, pack_strides, settled_rows
 from .configs import Tile, tile_constants
 from .primitives import (
     HALF_SCALE,
@@ -12,6 +12,7 @@ from .primitives import (
     key_range,
     load_in_registers,
     load_tile,
+    row_stride,
     score_mask,
     sequence_span,
     softmax_step,
@@ -82,7 +83,7 @@ def _attend(
     return acc, m_i, l_i
 
 
-# Only tensors and last strides are specialised: no length, batch or head count compiles the kernel anew.
+# Only tensors and last strides are specialised, and settled_rows: no length or batch size compiles the kernel anew.
 @triton.jit(
     do_not_specialize=["scale_log2", "seqlen_q", "seqlen_k", "heads_q", "group"]
     + [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhmn"]
@@ -97,8 +98,10 @@ def forward_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr,
     Q_IN_REGISTERS: tl.constexpr, K_TRANSPOSED: tl.constexpr, K_AHEAD: tl.constexpr, V_AHEAD: tl.constexpr,
-    INTEGER_P: tl.constexpr,
+    INTEGER_P: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
 ):  # fmt: skip
+    stride_kn = row_stride(stride_kn, ROW_K)
+    stride_vn = row_stride(stride_vn, ROW_V)
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     block = tl.program_id(0) % blocks
     if CAUSAL:
@@ -138,7 +141,7 @@ def forward_kernel(
     # A row without a key has the sum 0; it gets output 0, lse -inf.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
-    o = acc / (l_i * HALF_SCALE if INTEGER_P else l_i)[:, None]
+    o = acc * (1.0 / (l_i * HALF_SCALE if INTEGER_P else l_i))[:, None]  # a division a row, not an element
     lse_log2 = tl.where(empty, float("-inf"), m_i + tl.log2(l_i))
     store_tile(o_ptr, o, start_m, seqlen_q, stride_om, stride_od, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED)
     offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -159,6 +162,7 @@ def forward_launch(q, k, v, o, lse_log2, *, causal: bool, scale: float, tile: Ti
             *strides,
         ),
         constants=tile_constants(tile, head_dim, unit, causal)
+        | settled_rows(unit, k=k, v=v)
         | {
             "Q_IN_REGISTERS": tile.q_in_registers,
             "K_TRANSPOSED": tile.k_transposed,

@@ -19,6 +19,15 @@ def sequence_span(ptr, batch, head, stride_b, stride_h, STRIDE_UNIT: tl.constexp
 
 
 @triton.jit
+def row_stride(stride, SETTLED: tl.constexpr):
+    """A row stride in the kernel: the constant that codegen.settled_rows has for it, else the argument."""
+    if SETTLED:
+        return tl.full([], SETTLED, tl.int32)
+    else:
+        return stride
+
+
+@triton.jit
 def key_range(start_m, seqlen_q, seqlen_k, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, CAUSAL: tl.constexpr):
     """Keys for the query block at start_m: blocks that need no mask start in [0, full_stop), masked in [begin, end)."""
     full_end = seqlen_k

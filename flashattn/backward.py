@@ -14,15 +14,18 @@ from .codegen import Launch, launch, pack_strides, settled_rows
 from .configs import FUSED, Tile, padded_head_dim, tile_constants
 from .primitives import (
     LOG2E,
+    dot_parts,
     in_registers,
     key_range,
-    load_pair,
+    load_parts,
     load_tile,
+    parts_as_bits,
+    parts_of_bits,
     query_range,
     row_stride,
     score_mask,
     sequence_span,
-    store_tile,
+    store_parts,
 )
 
 DELTA_ROWS = 64
@@ -65,14 +68,14 @@ def delta_kernel(
 
 @triton.jit
 def _accumulate_dkdv(
-    dk, dv, k, v,
+    dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail,
     q_ptr, k_ptr, v_ptr, do_ptr, lse_log2_ptr, delta_ptr,
     start_n, begin, full_begin, full_end, seqlen_q, seqlen_k, scale_log2,
     stride_qm, stride_qd,
     stride_kn, stride_kd,
     stride_vn, stride_vd,
     stride_dom, stride_dod,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr,
     WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, RELOAD: tl.constexpr, HOLD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -82,11 +85,13 @@ def _accumulate_dkdv(
     """
     whole = full_end - full_begin
     if HOLD and not MASKED:
-        q, do = load_pair(
-            q_ptr, do_ptr, full_begin, full_end,
-            stride_qm, stride_qd,
-            stride_dom, stride_dod,
-            BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True,
+        q, q_tail = load_parts(
+            q_ptr, full_begin, full_end, stride_qm, stride_qd,
+            BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True,
+        )  # fmt: skip
+        do, do_tail = load_parts(
+            do_ptr, full_begin, full_end, stride_dom, stride_dod,
+            BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True,
         )  # fmt: skip
     for start in tl.range(begin if MASKED else full_begin, seqlen_q - whole if MASKED else full_end, BLOCK_M):
         start_m = start
@@ -94,16 +99,16 @@ def _accumulate_dkdv(
             start_m += tl.where(start < full_begin, 0, whole)  # one loop over both sides of the whole blocks
         offs_m = start_m + tl.arange(0, BLOCK_M)
         if RELOAD:
-            k = load_tile(
+            k, k_tail = load_parts(
                 k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, RELOAD,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, RELOAD,
             )  # fmt: skip
         if MASKED or not HOLD:
-            q = load_tile(
+            q, q_tail = load_parts(
                 q_ptr, start_m, seqlen_q, stride_qm, stride_qd,
-                BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+                BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
             )  # fmt: skip
-        s = tl.dot(k, tl.trans(q), input_precision="ieee")
+        s = dot_parts(k, k_tail, q, q_tail, TAIL_D)
         if MASKED:
             offs_n = start_n + tl.arange(0, BLOCK_N)
             live = score_mask(offs_m[None, :], offs_n[:, None], seqlen_q, seqlen_k, CAUSAL)
@@ -113,35 +118,42 @@ def _accumulate_dkdv(
             lse_log2 = tl.load(lse_log2_ptr + offs_m)
         p = tl.exp2(s * scale_log2 - lse_log2[None, :])
         if MASKED or not HOLD:
-            do = load_tile(
+            do, do_tail = load_parts(
                 do_ptr, start_m, seqlen_q, stride_dom, stride_dod,
-                BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+                BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
             )  # fmt: skip
         if WITH_DV:
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
+            if TAIL_D:
+                dv_tail = tl.dot(p.to(do.dtype), do_tail, dv_tail, input_precision="ieee")
         if HOLD and not MASKED:
-            next_q, next_do = load_pair(
-                q_ptr, do_ptr, tl.minimum(start + BLOCK_M, full_end - BLOCK_M), full_end,
-                stride_qm, stride_qd,
-                stride_dom, stride_dod,
-                BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, False,
+            following = tl.minimum(start + BLOCK_M, full_end - BLOCK_M)
+            next_q, next_q_tail = load_parts(
+                q_ptr, following, full_end, stride_qm, stride_qd,
+                BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
+            )  # fmt: skip
+            next_do, next_do_tail = load_parts(
+                do_ptr, following, full_end, stride_dom, stride_dod,
+                BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
             )  # fmt: skip
         if WITH_DK:
             if RELOAD:
-                v = load_tile(
+                v, v_tail = load_parts(
                     v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
-                    BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, RELOAD,
+                    BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, RELOAD,
                 )  # fmt: skip
-            dp = tl.dot(v, tl.trans(do), input_precision="ieee")  # [BLOCK_N, BLOCK_M]
+            dp = dot_parts(v, v_tail, do, do_tail, TAIL_D)  # [BLOCK_N, BLOCK_M]
             if MASKED:
                 delta = tl.load(delta_ptr + offs_m, mask=offs_m < seqlen_q, other=0.0)
             else:
                 delta = tl.load(delta_ptr + offs_m)
-            ds = p * (dp - delta[None, :])
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
+            ds = (p * (dp - delta[None, :])).to(q.dtype)
+            dk = tl.dot(ds, q, dk, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
+            if TAIL_D:
+                dk_tail = tl.dot(ds, q_tail, dk_tail, input_precision="ieee")
         if HOLD and not MASKED:
-            q, do = next_q, next_do
-    return dk, dv
+            q, q_tail, do, do_tail = next_q, next_q_tail, next_do, next_do_tail
+    return dk, dk_tail, dv, dv_tail
 
 
 @triton.jit(
@@ -157,7 +169,7 @@ def dkdv_kernel(
     stride_dob, stride_doh, stride_dom, stride_dod,
     stride_dkb, stride_dkh, stride_dkn, stride_dkd,
     stride_dvb, stride_dvh, stride_dvn, stride_dvd,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr,
     WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, RELOAD: tl.constexpr, HOLD: tl.constexpr,
     ROW_Q: tl.constexpr, ROW_DO: tl.constexpr,
@@ -177,84 +189,95 @@ def dkdv_kernel(
     v_ptr = sequence_span(v_ptr, batch, head_k, stride_vb, stride_vh, STRIDE_UNIT)
     dk_ptr = sequence_span(dk_ptr, batch, head_k, stride_dkb, stride_dkh, STRIDE_UNIT)
     dv_ptr = sequence_span(dv_ptr, batch, head_k, stride_dvb, stride_dvh, STRIDE_UNIT)
-    k = load_tile(
+    k, k_tail = load_parts(
         k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+        BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, NARROW=PIPELINED,
     )  # fmt: skip
-    v = load_tile(
+    v, v_tail = load_parts(
         v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
-        BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+        BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, NARROW=PIPELINED,
     )  # fmt: skip
     if HOLD:
         k = in_registers(k)
         v = in_registers(v)
+        if TAIL_D:
+            k_tail = in_registers(k_tail)
+            v_tail = in_registers(v_tail)
     dk = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
     dv = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dk_tail = tl.zeros([BLOCK_N, TAIL_D if TAIL_D else 1], tl.float32)
+    dv_tail = tl.zeros([BLOCK_N, TAIL_D if TAIL_D else 1], tl.float32)
     begin, full_begin, full_end = query_range(start_n, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
     for head in tl.range(head_k * group, head_k * group + group):
         q_head = sequence_span(q_ptr, batch, head, stride_qb, stride_qh, STRIDE_UNIT)
         do_head = sequence_span(do_ptr, batch, head, stride_dob, stride_doh, STRIDE_UNIT)
         row = (batch.to(tl.int64) * heads_k * group + head) * seqlen_q
         for MASKED in tl.static_range(2):
-            dk, dv = _accumulate_dkdv(
-                dk, dv, k, v,
+            dk, dk_tail, dv, dv_tail = _accumulate_dkdv(
+                dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail,
                 q_head, k_ptr, v_ptr, do_head, lse_log2_ptr + row, delta_ptr + row,
                 start_n, begin, full_begin, full_end, seqlen_q, seqlen_k, scale_log2,
                 stride_qm, stride_qd,
                 stride_kn, stride_kd,
                 stride_vn, stride_vd,
                 stride_dom, stride_dod,
-                HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
+                HEAD_DIM, BLOCK_D, TAIL_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
                 WITH_DK, WITH_DV, RELOAD, HOLD, MASKED,
             )  # fmt: skip
     if WITH_DK:
-        dk *= scale
-        store_tile(
-            dk_ptr, dk, start_n, seqlen_k, stride_dkn, stride_dkd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED
-        )
+        store_parts(
+            dk_ptr, dk * scale, dk_tail * scale, start_n, seqlen_k, stride_dkn, stride_dkd,
+            BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, PIPELINED,
+        )  # fmt: skip
     if WITH_DV:
-        store_tile(
-            dv_ptr, dv, start_n, seqlen_k, stride_dvn, stride_dvd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED
-        )
+        store_parts(
+            dv_ptr, dv, dv_tail, start_n, seqlen_k, stride_dvn, stride_dvd,
+            BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, PIPELINED,
+        )  # fmt: skip
 
 
 @triton.jit
 def _accumulate_dq(
-    dq, q, do, lse_log2, delta,
+    dq, dq_tail, q, q_tail, do, do_tail, lse_log2, delta,
     k_ptr, v_ptr,
     start_m, begin, end, seqlen_q, seqlen_k, scale_log2,
     stride_kn, stride_kd,
     stride_vn, stride_vd,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, HOLD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The query block against the key blocks that start in [begin, end)."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
     if HOLD and not MASKED:
-        k, v = load_pair(
-            k_ptr, v_ptr, begin, seqlen_k,
-            stride_kn, stride_kd,
-            stride_vn, stride_vd,
-            BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True,
+        k, k_tail = load_parts(
+            k_ptr, begin, seqlen_k, stride_kn, stride_kd,
+            BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True,
         )  # fmt: skip
-        k_bits = k.to(tl.int16, bitcast=True)
-        v_bits = v.to(tl.int16, bitcast=True)
+        v, v_tail = load_parts(
+            v_ptr, begin, seqlen_k, stride_vn, stride_vd,
+            BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True,
+        )  # fmt: skip
+        k_bits, k_tail_bits = parts_as_bits(k, k_tail)
+        v_bits, v_tail_bits = parts_as_bits(v, v_tail)
     for start_n in tl.range(begin, end, BLOCK_N):
         if HOLD and not MASKED:
-            # Made of their bits at the head of the loop, both go to shared memory there, behind one barrier.
-            k = k_bits.to(k_ptr.dtype.element_ty, bitcast=True)
-            v = v_bits.to(v_ptr.dtype.element_ty, bitcast=True)
-            next_k, next_v = load_pair(
-                k_ptr, v_ptr, tl.minimum(start_n + BLOCK_N, end - 1), seqlen_k,
-                stride_kn, stride_kd,
-                stride_vn, stride_vd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, False,
+            k, k_tail = parts_of_bits(k_bits, k_tail_bits, dtype)
+            v, v_tail = parts_of_bits(v_bits, v_tail_bits, dtype)
+            following = tl.minimum(start_n + BLOCK_N, end - 1)
+            next_k, next_k_tail = load_parts(
+                k_ptr, following, seqlen_k, stride_kn, stride_kd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
+            )  # fmt: skip
+            next_v, next_v_tail = load_parts(
+                v_ptr, following, seqlen_k, stride_vn, stride_vd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
             )  # fmt: skip
         else:
-            k = load_tile(
+            k, k_tail = load_parts(
                 k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
             )  # fmt: skip
-        s = tl.dot(q, tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+        s = dot_parts(q, q_tail, k, k_tail, TAIL_D)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             offs_m = start_m + tl.arange(0, BLOCK_M)
             offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -262,17 +285,19 @@ def _accumulate_dq(
             s = tl.where(live, s, float("-inf"))
         p = tl.exp2(s * scale_log2 - lse_log2[:, None])
         if MASKED or not HOLD:
-            v = load_tile(
+            v, v_tail = load_parts(
                 v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
             )  # fmt: skip
-        dp = tl.dot(do, tl.trans(v), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
-        ds = p * (dp - delta[:, None])
-        dq = tl.dot(ds.to(k.dtype), k, dq, input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+        dp = dot_parts(do, do_tail, v, v_tail, TAIL_D)  # [BLOCK_M, BLOCK_N]
+        ds = (p * (dp - delta[:, None])).to(dtype)
+        dq = tl.dot(ds, k, dq, input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+        if TAIL_D:
+            dq_tail = tl.dot(ds, k_tail, dq_tail, input_precision="ieee")
         if HOLD and not MASKED:
-            k_bits = next_k.to(tl.int16, bitcast=True)
-            v_bits = next_v.to(tl.int16, bitcast=True)
-    return dq
+            k_bits, k_tail_bits = parts_as_bits(next_k, next_k_tail)
+            v_bits, v_tail_bits = parts_as_bits(next_v, next_v_tail)
+    return dq, dq_tail
 
 
 @triton.jit(
@@ -287,7 +312,7 @@ def dq_kernel(
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_dob, stride_doh, stride_dom, stride_dod,
     stride_dqb, stride_dqh, stride_dqm, stride_dqd,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, HOLD: tl.constexpr,
     ROW_K: tl.constexpr, ROW_V: tl.constexpr,
 ):  # fmt: skip
@@ -312,31 +337,35 @@ def dq_kernel(
     offs_m = start_m + tl.arange(0, BLOCK_M)
     lse_log2 = _load_lse_log2(lse_log2_ptr + row, offs_m, seqlen_q)
     delta = tl.load(delta_ptr + row + offs_m, mask=offs_m < seqlen_q, other=0.0)
-    q = load_tile(
+    q, q_tail = load_parts(
         q_ptr, start_m, seqlen_q, stride_qm, stride_qd,
-        BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+        BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, NARROW=PIPELINED,
     )  # fmt: skip
-    do = load_tile(
+    do, do_tail = load_parts(
         do_ptr, start_m, seqlen_q, stride_dom, stride_dod,
-        BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+        BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, NARROW=PIPELINED,
     )  # fmt: skip
     if HOLD:
         q = in_registers(q)
         do = in_registers(do)
+        if TAIL_D:
+            q_tail = in_registers(q_tail)
+            do_tail = in_registers(do_tail)
     dq = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    dq_tail = tl.zeros([BLOCK_M, TAIL_D if TAIL_D else 1], tl.float32)
     full_stop, begin, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
     for MASKED in tl.static_range(2):
-        dq = _accumulate_dq(
-            dq, q, do, lse_log2, delta,
+        dq, dq_tail = _accumulate_dq(
+            dq, dq_tail, q, q_tail, do, do_tail, lse_log2, delta,
             k_ptr, v_ptr,
             start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
             stride_kn, stride_kd,
             stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, HOLD, MASKED,
+            HEAD_DIM, BLOCK_D, TAIL_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, HOLD, MASKED,
         )  # fmt: skip
-    store_tile(
-        dq_ptr, dq * scale, start_m, seqlen_q, stride_dqm, stride_dqd,
-        BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED,
+    store_parts(
+        dq_ptr, dq * scale, dq_tail * scale, start_m, seqlen_q, stride_dqm, stride_dqd,
+        BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, PIPELINED,
     )  # fmt: skip
 
 

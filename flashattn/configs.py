@@ -1,9 +1,10 @@
 """Tiles: which there are for an architecture, which of them fit a device, and which one a call takes.
 
-Pure Python, no Triton. A table's entry is keyed by pass, bytes an element and padded head dim, and lists the
-candidates; the first is the default for long sequences. `scripts/tune.py` measures the candidates on the machine
-at hand, for each length bucket and mask, and leaves the fastest in a file in the user's cache folder, which `choose`
-prefers from then on. Next come the files in tuned/, one for each architecture that was measured, and last the default.
+Pure Python, no Triton. A table's entry is keyed by pass, bytes an element and the largest head dim that it is for, as
+tiles hold it (head_parts), and lists the candidates; the first is the default for long sequences. `scripts/tune.py`
+measures the candidates on the machine at hand, for each length bucket and mask, and leaves the fastest in a file in the
+user's cache folder, which `choose` prefers from then on. Next come the files in tuned/, one for each architecture that
+was measured, and last the default.
 """
 
 import functools
@@ -12,7 +13,7 @@ import os
 import re
 import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -40,6 +41,9 @@ class Tile:
     pair that streams by a block ahead: Turing reads shared memory at half the rate of later chips, and Triton pipelines
     nothing there. It wants 16 own rows a warp or more, and as many in all as the head dim: warps are else laid out
     across the columns.
+    split holds a head dim such as 80 in two tiles of powers of two of columns, 64 and 16 (head_parts), in place of one
+    of 128; on sm_90 with a pipeline only, else Triton puts no barrier between a product and what it reads.
+    max_registers is what a thread may have, so that one more program fits an SM.
     registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
     3.6.0 and 3.9.0; tests hold it to them. They are facts about a tile, and tiles compare without them.
     """
@@ -55,13 +59,16 @@ class Tile:
     v_ahead: bool = False
     integer_p: bool = False
     hold: bool = False
+    split: bool = False
+    max_registers: int | None = None
     registers: int = field(default=255, compare=False)
     stack_bytes: int = field(default=0, compare=False)
 
     @property
     def options(self) -> dict[str, int]:
         """What a launch with this tile tells the compiler."""
-        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | FUSED
+        limit = {"maxnreg": self.max_registers} if self.max_registers else {}
+        return {"num_warps": self.num_warps, "num_stages": self.num_stages} | limit | FUSED
 
     @property
     def choices(self) -> dict[str, int | bool]:
@@ -80,11 +87,27 @@ def padded_head_dim(head_dim: int) -> int:
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
+def head_parts(head_dim: int) -> tuple[int, int]:
+    """Columns of the two tiles that hold a head dim, powers of two, 16 at least; 0 where a second one saves nothing."""
+    whole = padded_head_dim(head_dim)
+    main = min(128, whole // 2)
+    if main < 16 or main + (tail := padded_head_dim(head_dim - main)) >= whole <= 128:
+        return whole, 0
+    return main, tail
+
+
+def tile_columns(tile: Tile, head_dim: int) -> tuple[int, int]:
+    """Columns of the one tile, or of the two, that hold a head dim in a kernel."""
+    return head_parts(head_dim) if tile.split else (padded_head_dim(head_dim), 0)
+
+
 def tile_constants(tile: Tile, head_dim: int, stride_unit: int, causal: bool) -> dict[str, int | bool]:
     """The constexpr arguments that every kernel with a tile takes."""
+    main, tail = tile_columns(tile, head_dim)
     return {
         "HEAD_DIM": head_dim,
-        "BLOCK_D": padded_head_dim(head_dim),
+        "BLOCK_D": main,
+        "TAIL_D": tail,
         "BLOCK_M": tile.block_m,
         "BLOCK_N": tile.block_n,
         "STRIDE_UNIT": stride_unit,
@@ -101,8 +124,14 @@ _KQ = {**_K, "q_in_registers": True, "integer_p": True}
 _K_AHEAD = {**_KQ, "k_ahead": True}
 _KV_AHEAD = {**_K_AHEAD, "v_ahead": True}
 
-# {(pass, bytes an element): {padded head dim: candidates, the default for long sequences first}}
+# {(pass, bytes an element): {largest head dim: candidates, the default for long sequences first}}
 Table = Mapping[tuple[str, int], Mapping[int, tuple[Tile, ...]]]
+
+
+def _split(tiles: dict[int, tuple[Tile, ...]]) -> dict[int, tuple[Tile, ...]]:
+    """With the head dims that are cheaper in two parts, in the tiles of the next larger one: a guess."""
+    parts = {48: 64, 80: 128, 96: 128, 160: 256, 192: 256}
+    return tiles | {d: tuple(replace(tile, split=True) for tile in tiles[of]) for d, of in parts.items()}
 
 
 def _frozen(table: Mapping) -> Mapping:
@@ -112,47 +141,47 @@ def _frozen(table: Mapping) -> Mapping:
 # float32 runs on the FMA units of every architecture; so do 16-bit elements where the tensor cores are missing.
 _FLOAT_TILES: Table = {
     ("forward", _FLOAT): {
-        32: (Tile(64, 32, 4, registers=124), Tile(32, 32, 4, registers=80)),
+        32: (Tile(64, 32, 4, registers=96), Tile(32, 32, 4, registers=108)),
         64: (
-            Tile(64, 32, 8, registers=128),
-            Tile(64, 64, 8, registers=255, stack_bytes=56),
-            Tile(32, 32, 4, registers=128, stack_bytes=16),
+            Tile(64, 32, 8, registers=108),
+            Tile(64, 64, 8, registers=255, stack_bytes=16),
+            Tile(32, 32, 4, registers=127, stack_bytes=8),
         ),
         128: (
-            Tile(32, 32, 8, registers=255),
-            Tile(32, 16, 8, registers=98),
-            Tile(32, 16, 4, registers=144),
-            Tile(16, 16, 4, registers=108, stack_bytes=8),
+            Tile(32, 32, 8, registers=254),
+            Tile(32, 16, 8, registers=80, stack_bytes=8),
+            Tile(32, 16, 4, registers=128, stack_bytes=16),
+            Tile(16, 16, 4, registers=96, stack_bytes=8),
         ),
-        256: (Tile(32, 16, 4, registers=255, stack_bytes=8), Tile(16, 16, 4, registers=168, stack_bytes=32)),
+        256: (Tile(32, 16, 4, registers=255), Tile(16, 16, 4, registers=168, stack_bytes=24)),
     },
     ("dkdv", _FLOAT): {
-        32: (Tile(32, 32, 4, registers=181, stack_bytes=16),),
+        32: (Tile(32, 32, 4, registers=168),),
         64: (
-            Tile(32, 32, 8, registers=128, stack_bytes=16),
-            Tile(16, 32, 8, registers=80, stack_bytes=40),
-            Tile(16, 32, 4, registers=144, stack_bytes=8),
+            Tile(32, 32, 8, registers=118),
+            Tile(16, 32, 8, registers=80, stack_bytes=16),
+            Tile(16, 32, 4, registers=142, stack_bytes=8),
         ),
         128: (
-            Tile(16, 32, 8, registers=128, stack_bytes=16),
-            Tile(16, 16, 8, registers=120),
-            Tile(16, 16, 4, registers=168, stack_bytes=32),
+            Tile(16, 32, 8, registers=111),
+            Tile(16, 16, 8, registers=80, stack_bytes=8),
+            Tile(16, 16, 4, registers=128, stack_bytes=16),
         ),
-        256: (Tile(16, 16, 8, reload=True, registers=255, stack_bytes=56),),
+        256: (Tile(16, 16, 8, reload=True, registers=251, stack_bytes=16),),
     },
     ("dq", _FLOAT): {
-        32: (Tile(32, 32, 4, registers=230),),
+        32: (Tile(32, 32, 4, registers=222),),
         64: (
-            Tile(32, 32, 8, registers=226),
-            Tile(32, 16, 4, registers=234),
-            Tile(16, 16, 4, registers=255),
+            Tile(32, 32, 8, registers=222),
+            Tile(32, 16, 4, registers=228),
+            Tile(16, 16, 4, registers=255, stack_bytes=8),
         ),
         128: (
             Tile(16, 16, 8, registers=255),
-            Tile(32, 16, 8, registers=255, stack_bytes=224),
-            Tile(16, 16, 4, registers=255, stack_bytes=264),
+            Tile(32, 16, 8, registers=255, stack_bytes=184),
+            Tile(16, 16, 4, registers=255, stack_bytes=216),
         ),
-        256: (Tile(16, 16, 8, registers=255, stack_bytes=216),),
+        256: (Tile(16, 16, 8, registers=255, stack_bytes=176),),
     },
 }
 
@@ -160,118 +189,223 @@ TILES: Mapping[str, Table] = _frozen(
     {
         "sm_75": {
             ("forward", _HALF): {
-                32: (Tile(128, 64, 4, registers=226), Tile(128, 32, 4, registers=168), Tile(64, 64, 4, registers=154)),
+                32: (
+                    Tile(128, 64, 4, **_KV_AHEAD, registers=220),
+                    Tile(128, 128, 4, **_KQ, registers=255, stack_bytes=72),
+                    Tile(64, 64, 4, registers=148),
+                ),
+                48: (
+                    Tile(128, 64, 4, **_KV_AHEAD, split=True, registers=255),
+                    Tile(128, 32, 4, **_KV_AHEAD, split=True, registers=215),
+                    Tile(64, 64, 4, **_K, split=True, registers=178, stack_bytes=8),
+                ),
                 64: (
-                    Tile(128, 64, 4, **_K_AHEAD, registers=255, stack_bytes=88),
-                    Tile(128, 32, 4, **_KV_AHEAD, registers=255),
-                    Tile(256, 64, 8, **_KV_AHEAD, registers=255, stack_bytes=32),
-                    Tile(64, 64, 4, **_K, registers=200, stack_bytes=8),
+                    Tile(128, 64, 4, **_KV_AHEAD, registers=255, stack_bytes=16),
+                    Tile(128, 32, 4, **_KV_AHEAD, max_registers=168, registers=168, stack_bytes=48),
+                    Tile(128, 64, 4, **_K_AHEAD, registers=255, stack_bytes=8),
+                    Tile(64, 64, 4, **_K, registers=178, stack_bytes=8),
+                ),
+                80: (
+                    Tile(128, 32, 4, **_KV_AHEAD, split=True, registers=255),
+                    Tile(128, 64, 4, **_KV_AHEAD, split=True, registers=255, stack_bytes=80),
+                    Tile(64, 32, 4, **_K, split=True, registers=168, stack_bytes=8),
+                ),
+                96: (
+                    Tile(128, 32, 4, **_KV_AHEAD, split=True, registers=255, stack_bytes=48),
+                    Tile(128, 64, 8, **_KV_AHEAD, split=True, registers=248),
+                    Tile(64, 32, 4, **_K, split=True, registers=198),
                 ),
                 128: (
                     Tile(128, 64, 8, **_KV_AHEAD, registers=255),
-                    Tile(128, 32, 8, **_KV_AHEAD, registers=255, stack_bytes=8),
-                    Tile(64, 64, 8, **_K, registers=215),
-                    Tile(64, 32, 4, **_K, registers=247),
+                    Tile(128, 16, 4, **_KQ, registers=255, stack_bytes=16),
+                    Tile(64, 32, 4, **_K, registers=238),
+                ),
+                160: (
+                    Tile(128, 64, 8, **_KQ, split=True, registers=255, stack_bytes=80),
+                    Tile(128, 32, 8, **_KQ, split=True, registers=255),
+                    Tile(64, 32, 4, **_K, split=True, registers=255),
+                ),
+                192: (
+                    Tile(128, 64, 8, **_KQ, split=True, registers=255, stack_bytes=112),
+                    Tile(128, 32, 8, **_KQ, split=True, registers=255, stack_bytes=88),
+                    Tile(64, 32, 4, **_K, split=True, registers=255),
                 ),
                 256: (
-                    Tile(64, 32, 8, registers=255, stack_bytes=8),
-                    Tile(32, 32, 4, registers=255),
-                    Tile(32, 16, 4, registers=255),
+                    Tile(128, 16, 8, **_KV_AHEAD, split=True, registers=255, stack_bytes=88),
+                    Tile(128, 32, 8, **_KQ, split=True, registers=255, stack_bytes=24),
+                    Tile(64, 32, 4, **_K, split=True, registers=255, stack_bytes=96),
                 ),
             },
             ("dkdv", _HALF): {
                 32: (
-                    Tile(32, 128, 4, hold=True, registers=255, stack_bytes=32),
-                    Tile(32, 64, 4, hold=True, registers=243, stack_bytes=32),
+                    Tile(32, 128, 4, hold=True, registers=255, stack_bytes=16),
+                    Tile(32, 64, 4, hold=True, registers=232, stack_bytes=16),
+                ),
+                48: (
+                    Tile(16, 128, 4, hold=True, split=True, registers=255, stack_bytes=8),
+                    Tile(32, 64, 4, hold=True, split=True, registers=255),
                 ),
                 64: (
-                    Tile(16, 128, 4, hold=True, registers=255, stack_bytes=136),
-                    Tile(32, 64, 4, hold=True, registers=255, stack_bytes=40),
+                    Tile(16, 128, 4, hold=True, registers=255, stack_bytes=104),
+                    Tile(32, 64, 4, hold=True, registers=255, stack_bytes=16),
                     Tile(32, 128, 8, hold=True, registers=255, stack_bytes=40),
                 ),
-                128: (
-                    Tile(16, 128, 8, hold=True, registers=255, stack_bytes=192),
-                    Tile(64, 32, 4, registers=255, stack_bytes=24),
-                    Tile(32, 32, 4, registers=242),
+                80: (
+                    Tile(32, 64, 4, hold=True, split=True, registers=255, stack_bytes=56),
+                    Tile(32, 128, 8, hold=True, split=True, registers=255, stack_bytes=72),
+                    Tile(16, 64, 4, hold=True, split=True, registers=255, stack_bytes=16),
                 ),
-                256: (Tile(16, 16, 4, registers=242), Tile(16, 32, 8, registers=242)),
+                96: (
+                    Tile(32, 128, 8, hold=True, split=True, registers=255, stack_bytes=120),
+                    Tile(16, 64, 4, hold=True, split=True, registers=255, stack_bytes=48),
+                ),
+                128: (
+                    Tile(16, 128, 8, hold=True, registers=255, stack_bytes=168),
+                    Tile(64, 32, 4, registers=255, stack_bytes=16),
+                    Tile(32, 32, 4, registers=198, stack_bytes=32),
+                ),
+                160: (
+                    Tile(16, 64, 4, split=True, registers=255, stack_bytes=112),
+                    Tile(16, 32, 4, split=True, registers=255, stack_bytes=112),
+                ),
+                192: (
+                    Tile(16, 32, 4, split=True, registers=255, stack_bytes=16),
+                    Tile(16, 16, 4, split=True, registers=248, stack_bytes=16),
+                ),
+                256: (
+                    Tile(16, 32, 4, split=True, registers=255, stack_bytes=96),
+                    Tile(16, 16, 4, registers=186, stack_bytes=24),
+                ),
             },
             ("dq", _HALF): {
-                32: (Tile(128, 32, 4, hold=True, registers=168), Tile(64, 64, 4, hold=True, registers=166)),
+                32: (Tile(128, 32, 4, hold=True, registers=168), Tile(64, 64, 4, hold=True, registers=158)),
+                48: (
+                    Tile(128, 32, 4, hold=True, split=True, registers=255, stack_bytes=8),
+                    Tile(64, 32, 4, hold=True, split=True, registers=168),
+                ),
                 64: (
-                    Tile(128, 32, 4, hold=True, registers=255, stack_bytes=8),
-                    Tile(128, 64, 8, hold=True, registers=255),
-                    Tile(64, 32, 4, hold=True, registers=206),
+                    Tile(128, 32, 4, hold=True, registers=255, stack_bytes=24),
+                    Tile(128, 64, 8, hold=True, registers=252),
+                    Tile(64, 32, 4, hold=True, registers=182),
+                ),
+                80: (
+                    Tile(128, 16, 4, hold=True, split=True, registers=255, stack_bytes=64),
+                    Tile(128, 64, 8, hold=True, split=True, registers=255, stack_bytes=48),
+                    Tile(64, 32, 4, hold=True, split=True, registers=255),
+                ),
+                96: (
+                    Tile(128, 64, 8, hold=True, split=True, registers=255, stack_bytes=40),
+                    Tile(64, 32, 4, hold=True, split=True, registers=255, stack_bytes=8),
                 ),
                 128: (
-                    Tile(128, 32, 8, hold=True, registers=255, stack_bytes=72),
-                    Tile(32, 64, 4, registers=242, stack_bytes=16),
-                    Tile(32, 32, 4, registers=217),
+                    Tile(128, 32, 8, hold=True, registers=255, stack_bytes=24),
+                    Tile(32, 64, 4, registers=235),
+                    Tile(32, 32, 4, registers=209, stack_bytes=8),
                 ),
-                256: (Tile(16, 32, 4, registers=255, stack_bytes=48), Tile(16, 16, 4, registers=255, stack_bytes=56)),
+                160: (
+                    Tile(128, 16, 8, hold=True, split=True, registers=255, stack_bytes=128),
+                    Tile(64, 16, 4, hold=True, split=True, registers=255, stack_bytes=56),
+                    Tile(32, 32, 4, split=True, registers=255, stack_bytes=16),
+                ),
+                192: (
+                    Tile(128, 16, 8, hold=True, split=True, registers=255, stack_bytes=176),
+                    Tile(64, 16, 4, split=True, registers=255, stack_bytes=16),
+                    Tile(32, 32, 4, split=True, registers=255, stack_bytes=24),
+                ),
+                256: (
+                    Tile(128, 16, 8, hold=True, split=True, registers=255, stack_bytes=488),
+                    Tile(32, 32, 4, split=True, registers=255, stack_bytes=16),
+                ),
             },
             **_FLOAT_TILES,
         },
         "sm_80": {
-            ("forward", _HALF): {
-                32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-                64: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
-                128: (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
-                256: (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)),
-            },
-            ("dkdv", _HALF): {
-                32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
-                64: (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
-                128: (Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
-                256: (Tile(32, 32, 8, 1), Tile(16, 64, 8, 2), Tile(16, 32, 4, 2)),
-            },
-            ("dq", _HALF): {
-                32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-                64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-                128: (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
-                256: (Tile(32, 32, 8, 2), Tile(64, 32, 8, 2)),
-            },
+            ("forward", _HALF): _split(
+                {
+                    32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+                    64: (Tile(128, 64, 4, 3), Tile(128, 128, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
+                    128: (Tile(128, 64, 8, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 2), Tile(64, 32, 4, 3)),
+                    256: (Tile(64, 32, 8, 2), Tile(64, 64, 8, 1), Tile(32, 32, 4, 2)),
+                }
+            ),
+            ("dkdv", _HALF): _split(
+                {
+                    32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+                    64: (Tile(64, 128, 8, 2), Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+                    128: (Tile(64, 64, 8, 2), Tile(32, 128, 8, 2), Tile(32, 64, 8, 2)),
+                    256: (Tile(32, 32, 8, 1), Tile(16, 64, 8, 2), Tile(16, 32, 4, 2)),
+                }
+            ),
+            ("dq", _HALF): _split(
+                {
+                    32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+                    64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+                    128: (Tile(64, 64, 8, 2), Tile(128, 64, 8, 2), Tile(64, 32, 4, 2)),
+                    256: (Tile(32, 32, 8, 2), Tile(64, 32, 8, 2)),
+                }
+            ),
             **_FLOAT_TILES,
         },
         "sm_86": {
-            ("forward", _HALF): {
-                32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
-                64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
-                128: (Tile(128, 32, 4, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
-                256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
-            },
-            ("dkdv", _HALF): {
-                32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
-                64: (Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
-                128: (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
-                256: (Tile(32, 32, 8, 1), Tile(16, 32, 4, 2)),
-            },
-            ("dq", _HALF): {
-                32: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
-                64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-                128: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
-                256: (Tile(32, 32, 8, 2), Tile(32, 16, 4, 2)),
-            },
+            ("forward", _HALF): _split(
+                {
+                    32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+                    64: (Tile(128, 64, 4, 2), Tile(128, 32, 4, 3), Tile(64, 64, 4, 3)),
+                    128: (Tile(128, 32, 4, 2), Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
+                    256: (Tile(64, 32, 8, 2), Tile(32, 32, 4, 2)),
+                }
+            ),
+            ("dkdv", _HALF): _split(
+                {
+                    32: (Tile(64, 64, 4, 2), Tile(64, 128, 4, 2)),
+                    64: (Tile(32, 128, 8, 2), Tile(64, 64, 8, 2), Tile(32, 64, 4, 2)),
+                    128: (Tile(32, 64, 8, 2), Tile(64, 64, 8, 2), Tile(32, 128, 8, 2)),
+                    256: (Tile(32, 32, 8, 1), Tile(16, 32, 4, 2)),
+                }
+            ),
+            ("dq", _HALF): _split(
+                {
+                    32: (Tile(128, 64, 4, 2), Tile(64, 64, 4, 2)),
+                    64: (Tile(128, 64, 8, 2), Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+                    128: (Tile(64, 32, 4, 2), Tile(64, 64, 8, 2), Tile(128, 32, 8, 2)),
+                    256: (Tile(32, 32, 8, 2), Tile(32, 16, 4, 2)),
+                }
+            ),
             **_FLOAT_TILES,
         },
         "sm_90": {
             ("forward", _HALF): {
                 32: (Tile(128, 128, 4, 2), Tile(64, 64, 4, 3)),
+                48: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 3)),
                 64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(128, 64, 4, 3)),
+                80: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 2, split=True)),
+                96: (Tile(64, 64, 4, 2, split=True), Tile(64, 64, 4, 3, split=True), Tile(128, 64, 4, 2, split=True)),
                 128: (Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+                160: (Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 2, split=True)),
+                192: (Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 3, split=True)),
                 256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
             },
             ("dkdv", _HALF): {
                 32: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
+                48: (Tile(64, 64, 4, 3, split=True), Tile(32, 128, 4, 3, split=True), Tile(64, 64, 4, 3)),
                 64: (Tile(64, 64, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
+                80: (Tile(64, 64, 4, 3, split=True), Tile(64, 64, 4, 2, split=True), Tile(32, 64, 4, 2, split=True)),
+                96: (Tile(64, 64, 4, 3, split=True), Tile(64, 64, 4, 2, split=True), Tile(32, 64, 4, 2, split=True)),
                 128: (Tile(64, 128, 8, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
-                256: (Tile(32, 64, 8, 2), Tile(32, 64, 4, 1), Tile(16, 64, 4, 1)),
+                160: (Tile(32, 128, 8, 2, split=True), Tile(32, 64, 4, 2, split=True)),
+                192: (Tile(64, 128, 8, 2, split=True), Tile(32, 128, 8, 2, split=True), Tile(64, 64, 8, 2, split=True)),
+                256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2, split=True), Tile(32, 64, 8, 2), Tile(32, 64, 4, 1)),
             },
             ("dq", _HALF): {
                 32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+                48: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 3)),
                 64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 4, 3)),
+                80: (Tile(64, 64, 4, 3, split=True), Tile(64, 32, 4, 3, split=True), Tile(64, 64, 4, 2, split=True)),
+                96: (Tile(64, 64, 4, 3, split=True), Tile(64, 32, 4, 3, split=True), Tile(64, 64, 4, 2, split=True)),
                 128: (Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2)),
-                256: (Tile(64, 64, 8, 1), Tile(64, 32, 4, 2)),
+                160: (Tile(128, 64, 8, 3, split=True), Tile(64, 32, 4, 3, split=True)),
+                192: (Tile(128, 64, 8, 2, split=True), Tile(64, 64, 4, 3, split=True)),
+                256: (Tile(64, 64, 4, 2, split=True), Tile(128, 32, 8, 2), Tile(64, 64, 8, 1), Tile(64, 32, 4, 2)),
             },
             **_FLOAT_TILES,
         },
@@ -282,17 +416,18 @@ TILES: Mapping[str, Table] = _frozen(
 def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability: int) -> int:
     """Shared memory that a kernel takes at most, in bytes.
 
-    With m and n the block sizes, d the padded head dim, and b the buffers that the load pipeline holds of each
-    tile that streams by (num_stages; one less before sm_90; one, and no pipeline, on sm_75), in elements:
+    With m and n the block sizes, d the columns that hold the head dim, in one tile or two, c those of the first, and b
+    the buffers that the load pipeline holds of each tile that streams by (num_stages; one less before sm_90; one, and
+    no pipeline, on sm_75), in elements:
 
         forward  m*d [Q] + b * 2*n*d [K, V]           unpipelined: m*d + n*d, as K is dead when V comes
         dkdv     2*n*d [K, V] + b * 2*m*d [Q, dO]     reload: n*d [K or V] + 2*m*d
         dq       2*m*d [Q, dO] + b * 2*n*d [K, V]
 
-    and m*n [P or dS] more where the output's tile is wider than tall, d > m (d > n for dkdv): its warps are then
-    laid out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses.
+    and m*n [P or dS] more where the output's tile is wider than tall, c > m (c > n for dkdv): its warps are then laid
+    out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses.
     A forward tile with Q in registers has it pass m*16 + 16*d at a time before the loop, K and V in it, together only
-    with v_ahead, and m*(d + 8) after it, where the output is turned round for its store.
+    with v_ahead, and m*(c + 8) after it, where the output is turned round for its store.
     Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
     from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta, but for 16
     bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums.
@@ -300,15 +435,16 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     With hold, shared memory passes the own tiles on to registers, one by one and in rows padded by 8, and the output
     back; in the loop it has the streamed pair, and the second copy.
     """
-    m, n, d = tile.block_m, tile.block_n, padded_head_dim(head_dim)
+    m, n, columns = tile.block_m, tile.block_n, tile_columns(tile, head_dim)
+    d, c = sum(columns), columns[0]
     pipelined = capability >= 80 and tile.num_stages > 1
     buffers = tile.num_stages - (capability < 90) if pipelined else 1
     own, other = (n * d, m * d) if pass_ == "dkdv" else (m * d, n * d)  # a tile that is kept, one that streams by
-    crossing = m * n if own < d * d or itemsize == 4 else 0
+    crossing = m * n if own < d * c or itemsize == 4 else 0
     if pass_ == "forward" and tile.q_in_registers:
-        return max((1 + tile.v_ahead) * other, m * (d + 8)) * itemsize
+        return max((1 + tile.v_ahead) * other, m * (c + 8)) * itemsize
     if tile.hold:
-        return max(own // d * (d + 8), 3 * other) * itemsize
+        return max(own // d * (c + 8), 3 * other) * itemsize
     if pass_ == "forward":
         elements = own + (2 * buffers if pipelined else 1) * other + crossing
         return elements * itemsize + (8 * m if capability >= 90 or itemsize == 4 else 0)
@@ -374,13 +510,20 @@ def length_bucket(length: int) -> int:
     return min(max(16, 1 << (length - 1).bit_length()), LENGTH_BUCKETS[-1]) if length else 16
 
 
+def head_dim_bucket(architecture: str, pass_: str, itemsize: int, head_dim: int) -> int:
+    """The table's key for a head dim."""
+    held = sum(head_parts(head_dim))
+    return min(key for key in TILES[architecture][pass_, itemsize] if key >= held)
+
+
 def candidates(pass_: str, device: Device, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
     """The shipped tiles of a pass that fit the device's shared memory, in the table's order."""
     scalar = dtype.itemsize == _HALF and device is not INTERPRETER and device.code_path == "scalar"
     itemsize = _FLOAT if scalar else dtype.itemsize  # without tensor cores 16-bit tiles are laid out as fp32 ones
-    table = TILES[device.architecture][pass_, itemsize][max(32, padded_head_dim(head_dim))]
+    kind = device.architecture, pass_, itemsize
+    tiles = TILES[device.architecture][pass_, itemsize][head_dim_bucket(*kind, head_dim)]
     return tuple(
-        tile for tile in table if smem_bytes(pass_, tile, head_dim, itemsize, device.capability) <= device.shared_bytes
+        tile for tile in tiles if smem_bytes(pass_, tile, head_dim, itemsize, device.capability) <= device.shared_bytes
     )
 
 
@@ -404,7 +547,7 @@ def tile_of(
     tiles = candidates(pass_, device, dtype, head_dim)
     if device is not INTERPRETER:
         for n in sorted(LENGTH_BUCKETS, key=lambda n: max(n, bucket) // min(n, bucket)):  # of two as near the shorter
-            tile = tuned.get(tuned_key(pass_, dtype, head_dim, n, causal))
+            tile = tuned.get(tuned_key(pass_, device, dtype, head_dim, n, causal))
             if tile in tiles:
                 return tile if n == bucket else default_tile((tile, *tiles), pass_, bucket)
     return default_tile(tiles, pass_, bucket)
@@ -446,10 +589,11 @@ def tuned_file(device: Device) -> Path:
     return cache_dir() / f"{gpu}_triton{turing.triton_version()}_{device.code_path}.json"
 
 
-def tuned_key(pass_: str, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> str:
-    """What a tuned tile is for: fp16 and bf16 share it, as do head dims that are padded to the same."""
+def tuned_key(pass_: str, device: Device, dtype: torch.dtype, head_dim: int, bucket: int, causal: bool) -> str:
+    """What a tuned tile is for: fp16 and bf16 share it, as do head dims that share the table's entry."""
     mask = "causal" if causal else "full"
-    return f"{pass_} {8 * dtype.itemsize}bit d{padded_head_dim(head_dim)} n{bucket} {mask}"
+    largest = head_dim_bucket(device.architecture, pass_, dtype.itemsize, head_dim)
+    return f"{pass_} {8 * dtype.itemsize}bit d{largest} n{bucket} {mask}"
 
 
 def read_tiles(path: Path) -> dict[str, Tile]:

@@ -9,51 +9,57 @@ from .configs import Tile, tile_constants
 from .primitives import (
     HALF_SCALE,
     LOG2E,
+    dot_parts,
     key_range,
     load_in_registers,
-    load_tile,
+    load_parts,
+    parts_as_bits,
+    parts_of_bits,
     row_stride,
     score_mask,
     sequence_span,
     softmax_step,
-    store_tile,
+    store_parts,
+    tail_ptr,
     to_half,
 )
 
 
 @triton.jit
 def _attend(
-    acc, m_i, l_i, q,
+    acc, acc_tail, m_i, l_i, q, q_tail,
     k_ptr, v_ptr,
     start_m, begin, end, seqlen_q, seqlen_k, scale_log2,
     stride_kn, stride_kd,
     stride_vn, stride_vd,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, K_TRANSPOSED: tl.constexpr,
     K_AHEAD: tl.constexpr, V_AHEAD: tl.constexpr, INTEGER_P: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The query block against the key blocks that start in [begin, end)."""
+    dtype: tl.constexpr = k_ptr.dtype.element_ty
     if K_AHEAD and not MASKED:
-        k = load_tile(
+        k, k_tail = load_parts(
             k_ptr, begin, seqlen_k, stride_kn, stride_kd,
-            BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, TRANSPOSED=K_TRANSPOSED,
+            BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, TRANSPOSED=K_TRANSPOSED,
         )  # fmt: skip
-        k_bits = k.to(tl.int16, bitcast=True)
+        k, k_tail = parts_as_bits(k, k_tail)
     if V_AHEAD and not MASKED:
-        v = load_tile(v_ptr, begin, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True)
-        v_bits = v.to(tl.int16, bitcast=True)
+        v, v_tail = load_parts(
+            v_ptr, begin, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True
+        )
+        v, v_tail = parts_as_bits(v, v_tail)
     for start_n in tl.range(begin, end, BLOCK_N):
-        # Made of their bits at the head of the loop, tiles go to shared memory there, behind one barrier.
         if K_AHEAD and not MASKED:
-            k = k_bits.to(k_ptr.dtype.element_ty, bitcast=True)
+            k_now, k_tail_now = parts_of_bits(k, k_tail, dtype)
         else:
-            k = load_tile(
+            k_now, k_tail_now = load_parts(
                 k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, TRANSPOSED=K_TRANSPOSED, NARROW=PIPELINED,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, TRANSPOSED=K_TRANSPOSED, NARROW=PIPELINED,
             )  # fmt: skip
         if V_AHEAD and not MASKED:
-            v = v_bits.to(v_ptr.dtype.element_ty, bitcast=True)
-        s = tl.dot(q, k if K_TRANSPOSED else tl.trans(k), input_precision="ieee")  # [BLOCK_M, BLOCK_N]
+            v_now, v_tail_now = parts_of_bits(v, v_tail, dtype)
+        s = dot_parts(q, q_tail, k_now, k_tail_now, TAIL_D, K_TRANSPOSED)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             offs_m = start_m + tl.arange(0, BLOCK_M)
             offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -61,26 +67,28 @@ def _attend(
             s = tl.where(live, s, float("-inf"))
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, MASKED)
         if MASKED or not V_AHEAD:
-            v = load_tile(
+            v_now, v_tail_now = load_parts(
                 v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
             )  # fmt: skip
-        p = to_half(p) if INTEGER_P else p.to(v.dtype)
-        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+        p = to_half(p) if INTEGER_P else p.to(dtype)
+        acc = tl.dot(p, v_now, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+        if TAIL_D:
+            acc_tail = tl.dot(p, v_tail_now, acc_tail * alpha[:, None], input_precision="ieee")  # [BLOCK_M, TAIL_D]
+        # The last block has no next: it loads itself again, since a masked load would be waited for at once.
         if K_AHEAD and not MASKED:
-            # The last block has no next: it loads itself again, since a masked load would be waited for at once.
-            k = load_tile(
+            k, k_tail = load_parts(
                 k_ptr, tl.minimum(start_n + BLOCK_N, end - 1), seqlen_k, stride_kn, stride_kd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, False, TRANSPOSED=K_TRANSPOSED,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False, TRANSPOSED=K_TRANSPOSED,
             )  # fmt: skip
-            k_bits = k.to(tl.int16, bitcast=True)
+            k, k_tail = parts_as_bits(k, k_tail)
         if V_AHEAD and not MASKED:
-            v = load_tile(
+            v, v_tail = load_parts(
                 v_ptr, tl.minimum(start_n + BLOCK_N, end - 1), seqlen_k, stride_vn, stride_vd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, STRIDE_UNIT, False,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
             )  # fmt: skip
-            v_bits = v.to(tl.int16, bitcast=True)
-    return acc, m_i, l_i
+            v, v_tail = parts_as_bits(v, v_tail)
+    return acc, acc_tail, m_i, l_i
 
 
 # Only tensors and last strides are specialised, and settled_rows: no length or batch size compiles the kernel anew.
@@ -95,7 +103,7 @@ def forward_kernel(
     stride_kb, stride_kh, stride_kn, stride_kd,
     stride_vb, stride_vh, stride_vn, stride_vd,
     stride_ob, stride_oh, stride_om, stride_od,
-    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr,
     Q_IN_REGISTERS: tl.constexpr, K_TRANSPOSED: tl.constexpr, K_AHEAD: tl.constexpr, V_AHEAD: tl.constexpr,
     INTEGER_P: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
@@ -118,32 +126,42 @@ def forward_kernel(
 
     if Q_IN_REGISTERS:
         q = load_in_registers(q_ptr, start_m, seqlen_q, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT)
+        q_tail = q
+        if TAIL_D:
+            q_tail = load_in_registers(
+                tail_ptr(q_ptr, stride_qd, BLOCK_D), start_m, seqlen_q, stride_qm, stride_qd,
+                BLOCK_M, HEAD_DIM - BLOCK_D, TAIL_D, STRIDE_UNIT,
+            )  # fmt: skip
     else:
-        q = load_tile(
+        q, q_tail = load_parts(
             q_ptr, start_m, seqlen_q, stride_qm, stride_qd,
-            BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, True, NARROW=PIPELINED,
+            BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, NARROW=PIPELINED,
         )  # fmt: skip
     m_i = tl.full([BLOCK_M], float("-inf"), tl.float32)
     l_i = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc_tail = tl.zeros([BLOCK_M, TAIL_D if TAIL_D else 1], tl.float32)
     full_stop, begin, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
     for MASKED in tl.static_range(2):
-        acc, m_i, l_i = _attend(
-            acc, m_i, l_i, q,
+        acc, acc_tail, m_i, l_i = _attend(
+            acc, acc_tail, m_i, l_i, q, q_tail,
             k_ptr, v_ptr,
             start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
             stride_kn, stride_kd,
             stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
+            HEAD_DIM, BLOCK_D, TAIL_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
             K_TRANSPOSED, K_AHEAD, V_AHEAD, INTEGER_P, MASKED,
         )  # fmt: skip
 
     # A row without a key has the sum 0; it gets output 0, lse -inf.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
-    o = acc * (1.0 / (l_i * HALF_SCALE if INTEGER_P else l_i))[:, None]  # a division a row, not an element
+    share = 1.0 / (l_i * HALF_SCALE if INTEGER_P else l_i)  # a division a row, not an element
     lse_log2 = tl.where(empty, float("-inf"), m_i + tl.log2(l_i))
-    store_tile(o_ptr, o, start_m, seqlen_q, stride_om, stride_od, BLOCK_M, HEAD_DIM, BLOCK_D, STRIDE_UNIT, PIPELINED)
+    store_parts(
+        o_ptr, acc * share[:, None], acc_tail * share[:, None], start_m, seqlen_q, stride_om, stride_od,
+        BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, PIPELINED,
+    )  # fmt: skip
     offs_m = start_m + tl.arange(0, BLOCK_M)
     tl.store(lse_log2_ptr + batch_head.to(tl.int64) * seqlen_q + offs_m, lse_log2, mask=offs_m < seqlen_q)
 

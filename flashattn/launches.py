@@ -6,13 +6,13 @@ from functools import partial
 import torch
 
 from .codegen import Launch
-from .configs import DTYPES, MAX_HEAD_DIM, TILES, Device, Tile, padded_head_dim
+from .configs import DTYPES, MAX_HEAD_DIM, TILES, Device, Tile, head_dim_bucket
 
 
 def shipped_tiles(pass_: str, head_dim: int, dtype: torch.dtype, capability: int = 75) -> tuple[Tile, ...]:
     """The candidates of a pass, the default for long sequences first."""
-    table = TILES[Device("", capability, 0).architecture][pass_, dtype.itemsize]
-    return table[max(32, padded_head_dim(head_dim))]
+    architecture = Device("", capability, 0).architecture
+    return TILES[architecture][pass_, dtype.itemsize][head_dim_bucket(architecture, pass_, dtype.itemsize, head_dim)]
 
 
 def launch(

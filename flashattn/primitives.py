@@ -206,17 +206,75 @@ def store_tile(
     tl.store(ptrs, tile.to(row_ptr.dtype.element_ty), mask=mask)
 
 
+# A head dim in two parts ----------------------------------------------------------------------------------------------
+#
+# Tiles have powers of two of columns. One of 80 is two, of 64 and 16, where BLOCK_D is 64 and TAIL_D 16, or else one of
+# 128. Where TAIL_D is 0 the second of a pair stands for nothing, and no code comes of it.
+
+
 @triton.jit
-def load_pair(
-    x_ptr, y_ptr, start, seqlen,
-    stride_xn, stride_xd,
-    stride_yn, stride_yd,
-    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, STRIDE_UNIT: tl.constexpr, MASKED: tl.constexpr,
+def load_parts(
+    row_ptr, start, seqlen, stride_row, stride_d,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, MASKED: tl.constexpr,
+    VOLATILE: tl.constexpr = False, TRANSPOSED: tl.constexpr = False, NARROW: tl.constexpr = False,
 ):  # fmt: skip
-    """The same rows of two tensors."""
-    x = load_tile(x_ptr, start, seqlen, stride_xn, stride_xd, ROWS, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
-    y = load_tile(y_ptr, start, seqlen, stride_yn, stride_yd, ROWS, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED)
-    return x, y
+    """load_tile() of the first BLOCK_D columns, and of the others."""
+    x = load_tile(
+        row_ptr, start, seqlen, stride_row, stride_d,
+        ROWS, HEAD_DIM, BLOCK_D, STRIDE_UNIT, MASKED, VOLATILE, TRANSPOSED, NARROW,
+    )  # fmt: skip
+    if TAIL_D:
+        tail = load_tile(
+            tail_ptr(row_ptr, stride_d, BLOCK_D), start, seqlen, stride_row, stride_d,
+            ROWS, HEAD_DIM - BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, VOLATILE, TRANSPOSED, NARROW,
+        )  # fmt: skip
+    else:
+        tail = x
+    return x, tail
+
+
+@triton.jit
+def tail_ptr(row_ptr, stride_d, BLOCK_D: tl.constexpr):
+    """Where the columns from BLOCK_D on begin."""
+    return row_ptr + BLOCK_D * stride_d * tl.full([], 1, tl.int64)
+
+
+@triton.jit
+def store_parts(
+    row_ptr, tile, tail, start, seqlen, stride_row, stride_d,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, NARROW: tl.constexpr,
+):  # fmt: skip
+    """The inverse of load_parts()."""
+    store_tile(row_ptr, tile, start, seqlen, stride_row, stride_d, ROWS, HEAD_DIM, BLOCK_D, STRIDE_UNIT, NARROW)
+    if TAIL_D:
+        store_tile(
+            tail_ptr(row_ptr, stride_d, BLOCK_D), tail, start, seqlen, stride_row, stride_d,
+            ROWS, HEAD_DIM - BLOCK_D, TAIL_D, STRIDE_UNIT, NARROW,
+        )  # fmt: skip
+
+
+@triton.jit
+def dot_parts(x, x_tail, y, y_tail, TAIL_D: tl.constexpr, TRANSPOSED: tl.constexpr = False):
+    """x y^T over both parts: [x rows, y rows]. TRANSPOSED: y comes as y^T."""
+    s = tl.dot(x, y if TRANSPOSED else tl.trans(y), input_precision="ieee")
+    if TAIL_D:
+        s = tl.dot(x_tail, y_tail if TRANSPOSED else tl.trans(y_tail), s, input_precision="ieee")
+    return s
+
+
+@triton.jit
+def parts_as_bits(x, tail):
+    """The pair as integers, for a loop to carry to its head: made of them there, tiles of 16-bit elements go to shared
+    memory there, behind one barrier."""
+    return x.to(tl.int16, bitcast=True), tail.to(tl.int16, bitcast=True)
+
+
+@triton.jit
+def parts_of_bits(x, tail, dtype: tl.constexpr):
+    """The inverse of parts_as_bits()."""
+    return x.to(dtype, bitcast=True), tail.to(dtype, bitcast=True)
 
 
 @triton.jit

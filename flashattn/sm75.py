@@ -370,7 +370,8 @@ def score_cost(prediction: Prediction, pass_: str, constants: Mapping[str, int])
     products that several warps repeat for work, the second alone a tile that is loaded twice. Raises ValueError where
     the loop has not the work of one block.
     """
-    block_m, block_n, depth = (constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D"))
+    block_m, block_n, main, tail = (constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D", "TAIL_D"))
+    depth = main + tail
     hmmas = PRODUCTS[pass_] * 2 * block_m * block_n * depth // HMMA_FLOPS
     streamed = 2 * 2 * (block_m if pass_ == "dkdv" else block_n) * depth  # bytes of two fp16 tiles
     warps = prediction.num_warps

@@ -19,9 +19,13 @@ from flashattn import configs  # noqa: E402
 
 def kinds(device: configs.Device) -> dict[str, tuple]:
     """{tuned_key: the arguments of configs.shipped_tile()} for all that can be tuned on a device."""
-    dtypes, head_dims = (torch.float16, torch.float32), (16, 32, 64, 128, 256)
-    every = product(configs.PASSES, dtypes, head_dims, configs.LENGTH_BUCKETS, (True, False))
-    return {configs.tuned_key(pass_, *rest): (pass_, device, *rest) for pass_, *rest in every}
+    table = configs.TILES[device.architecture]
+    found = {}
+    for pass_, dtype in product(configs.PASSES, (torch.float16, torch.float32)):
+        for rest in product(table[pass_, dtype.itemsize], configs.LENGTH_BUCKETS, (True, False)):
+            kind = pass_, device, dtype, *rest
+            found[configs.tuned_key(*kind)] = kind
+    return found
 
 
 def adopt(architecture: str, tuned: dict[str, configs.Tile]) -> list[str]:

@@ -40,9 +40,9 @@ def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
         tiles = configs.candidates(pass_, gpu, dtype, head_dim)
         times = {tile: measure.time(launch(tile).run, budget_ms, device=q.device).median_ms for tile in tiles}
         best = min(times, key=times.get)
-        kind = dtype, head_dim, configs.length_bucket(seqlen), causal
-        fastest[configs.tuned_key(pass_, *kind)] = best
-        gain = times[configs.shipped_tile(pass_, gpu, *kind)] / times[best]
+        kind = pass_, gpu, dtype, head_dim, configs.length_bucket(seqlen), causal
+        fastest[configs.tuned_key(*kind)] = best
+        gain = times[configs.shipped_tile(*kind)] / times[best]
         mask = "causal" if causal else "full"
         print(f"  {pass_:8} d{head_dim} n{seqlen:<6} {mask:7}{best!s:34} {gain:.2f}x the shipped", flush=True)
     return fastest
@@ -51,7 +51,9 @@ def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     lengths = list(configs.LENGTH_BUCKETS[:-1])  # the last has its neighbour's tile, and would take half of the time
-    parser.add_argument("--head-dims", type=int, nargs="+", default=[64, 128], help="padded to powers of two")
+    parser.add_argument(
+        "--head-dims", type=int, nargs="+", default=[64, 128], help="each stands for those that share its tiles"
+    )
     parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="one for each bucket to tune")
     parser.add_argument("--dtypes", nargs="+", choices=["float16", "bfloat16", "float32"], default=["float16"])
     parser.add_argument("--causal", choices=["no", "yes", "both"], default="both")

@@ -49,7 +49,8 @@ def shipped(monkeypatch, tmp_path):
 
 def test_every_kind_of_launch_is_known_once():
     known = adopt_tuned.kinds(DEVICES["sm_75"])
-    assert len(known) == 3 * 2 * 5 * len(LENGTH_BUCKETS) * 2
+    entries = sum(len(by_head_dim) for by_head_dim in TILES["sm_75"].values())
+    assert len(known) == entries * len(LENGTH_BUCKETS) * 2
     assert known[KEY] == ("forward", DEVICES["sm_75"], torch.float16, 64, 1024, True)
 
 

@@ -44,7 +44,7 @@ def test_every_tile_for_sm_75(release, dtype, pass_, head_dims):
 
 
 @pytest.mark.parametrize("pass_", ["forward", "dkdv", "dq"])
-@pytest.mark.parametrize("capability, head_dims", [(80, (64, 128)), (86, (64, 128)), (90, (64, 128))], ids=str)
+@pytest.mark.parametrize("capability, head_dims", [(80, (64, 128)), (86, (80, 128)), (90, (64, 192))], ids=str)
 def test_default_tiles_for_newer_architectures(capability, head_dims, pass_):
     for row in compiled(capability, "default", pass_, "float16", *head_dims):
         assert row["shared_bytes"] <= row["promised"] <= SHARED_BYTES[capability], row

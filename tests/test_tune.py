@@ -39,6 +39,6 @@ def test_tunes_and_is_picked_up(tmp_path, monkeypatch, pytestconfig):
     tuned = configs.load_tuned(device)
     assert len(tuned) == len(configs.PASSES)
     for pass_ in configs.PASSES:
-        tile = tuned[configs.tuned_key(pass_, torch.float16, 64, 256, True)]
+        tile = tuned[configs.tuned_key(pass_, device, torch.float16, 64, 256, True)]
         assert tile in configs.candidates(pass_, device, torch.float16, 64)
     configs.load_tuned.cache_clear()

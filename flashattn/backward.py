@@ -17,10 +17,10 @@ from .primitives import (
     dot_parts,
     in_registers,
     key_range,
+    load_ahead,
     load_parts,
     load_tile,
-    parts_as_bits,
-    parts_of_bits,
+    loaded,
     query_range,
     row_stride,
     score_mask,
@@ -249,26 +249,22 @@ def _accumulate_dq(
     """The query block against the key blocks that start in [begin, end)."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     if HOLD and not MASKED:
-        k, k_tail = load_parts(
-            k_ptr, begin, seqlen_k, stride_kn, stride_kd,
-            BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True,
-        )  # fmt: skip
-        v, v_tail = load_parts(
-            v_ptr, begin, seqlen_k, stride_vn, stride_vd,
-            BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True,
-        )  # fmt: skip
-        k_bits, k_tail_bits = parts_as_bits(k, k_tail)
-        v_bits, v_tail_bits = parts_as_bits(v, v_tail)
+        k_bits, k_tail_bits = load_ahead(
+            k_ptr, begin, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True
+        )
+        v_bits, v_tail_bits = load_ahead(
+            v_ptr, begin, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True
+        )
     for start_n in tl.range(begin, end, BLOCK_N):
         if HOLD and not MASKED:
-            k, k_tail = parts_of_bits(k_bits, k_tail_bits, dtype)
-            v, v_tail = parts_of_bits(v_bits, v_tail_bits, dtype)
+            k, k_tail = loaded(k_bits, k_tail_bits, dtype)
+            v, v_tail = loaded(v_bits, v_tail_bits, dtype)
             following = tl.minimum(start_n + BLOCK_N, end - 1)
-            next_k, next_k_tail = load_parts(
+            k_bits, k_tail_bits = load_ahead(
                 k_ptr, following, seqlen_k, stride_kn, stride_kd,
                 BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
             )  # fmt: skip
-            next_v, next_v_tail = load_parts(
+            v_bits, v_tail_bits = load_ahead(
                 v_ptr, following, seqlen_k, stride_vn, stride_vd,
                 BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
             )  # fmt: skip
@@ -294,9 +290,6 @@ def _accumulate_dq(
         dq = tl.dot(ds, k, dq, input_precision="ieee")  # [BLOCK_M, BLOCK_D]
         if TAIL_D:
             dq_tail = tl.dot(ds, k_tail, dq_tail, input_precision="ieee")
-        if HOLD and not MASKED:
-            k_bits, k_tail_bits = parts_as_bits(next_k, next_k_tail)
-            v_bits, v_tail_bits = parts_as_bits(next_v, next_v_tail)
     return dq, dq_tail
 
 

@@ -11,10 +11,10 @@ from .primitives import (
     LOG2E,
     dot_parts,
     key_range,
+    load_ahead,
     load_in_registers,
     load_parts,
-    parts_as_bits,
-    parts_of_bits,
+    loaded,
     row_stride,
     score_mask,
     sequence_span,
@@ -39,27 +39,25 @@ def _attend(
     """The query block against the key blocks that start in [begin, end)."""
     dtype: tl.constexpr = k_ptr.dtype.element_ty
     if K_AHEAD and not MASKED:
-        k, k_tail = load_parts(
+        k_bits, k_tail_bits = load_ahead(
             k_ptr, begin, seqlen_k, stride_kn, stride_kd,
-            BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, TRANSPOSED=K_TRANSPOSED,
+            BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, K_TRANSPOSED,
         )  # fmt: skip
-        k, k_tail = parts_as_bits(k, k_tail)
     if V_AHEAD and not MASKED:
-        v, v_tail = load_parts(
+        v_bits, v_tail_bits = load_ahead(
             v_ptr, begin, seqlen_k, stride_vn, stride_vd, BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True
         )
-        v, v_tail = parts_as_bits(v, v_tail)
     for start_n in tl.range(begin, end, BLOCK_N):
         if K_AHEAD and not MASKED:
-            k_now, k_tail_now = parts_of_bits(k, k_tail, dtype)
+            k, k_tail = loaded(k_bits, k_tail_bits, dtype)
         else:
-            k_now, k_tail_now = load_parts(
+            k, k_tail = load_parts(
                 k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
                 BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, TRANSPOSED=K_TRANSPOSED, NARROW=PIPELINED,
             )  # fmt: skip
         if V_AHEAD and not MASKED:
-            v_now, v_tail_now = parts_of_bits(v, v_tail, dtype)
-        s = dot_parts(q, q_tail, k_now, k_tail_now, TAIL_D, K_TRANSPOSED)  # [BLOCK_M, BLOCK_N]
+            v, v_tail = loaded(v_bits, v_tail_bits, dtype)
+        s = dot_parts(q, q_tail, k, k_tail, TAIL_D, K_TRANSPOSED)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             offs_m = start_m + tl.arange(0, BLOCK_M)
             offs_n = start_n + tl.arange(0, BLOCK_N)
@@ -67,27 +65,26 @@ def _attend(
             s = tl.where(live, s, float("-inf"))
         p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, MASKED)
         if MASKED or not V_AHEAD:
-            v_now, v_tail_now = load_parts(
+            v, v_tail = load_parts(
                 v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
                 BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
             )  # fmt: skip
         p = to_half(p) if INTEGER_P else p.to(dtype)
-        acc = tl.dot(p, v_now, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
+        acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
         if TAIL_D:
-            acc_tail = tl.dot(p, v_tail_now, acc_tail * alpha[:, None], input_precision="ieee")  # [BLOCK_M, TAIL_D]
+            acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")  # [BLOCK_M, TAIL_D]
         # The last block has no next: it loads itself again, since a masked load would be waited for at once.
+        following = tl.minimum(start_n + BLOCK_N, end - 1)
         if K_AHEAD and not MASKED:
-            k, k_tail = load_parts(
-                k_ptr, tl.minimum(start_n + BLOCK_N, end - 1), seqlen_k, stride_kn, stride_kd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False, TRANSPOSED=K_TRANSPOSED,
+            k_bits, k_tail_bits = load_ahead(
+                k_ptr, following, seqlen_k, stride_kn, stride_kd,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False, K_TRANSPOSED,
             )  # fmt: skip
-            k, k_tail = parts_as_bits(k, k_tail)
         if V_AHEAD and not MASKED:
-            v, v_tail = load_parts(
-                v_ptr, tl.minimum(start_n + BLOCK_N, end - 1), seqlen_k, stride_vn, stride_vd,
+            v_bits, v_tail_bits = load_ahead(
+                v_ptr, following, seqlen_k, stride_vn, stride_vd,
                 BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
             )  # fmt: skip
-            v, v_tail = parts_as_bits(v, v_tail)
     return acc, acc_tail, m_i, l_i
 
 

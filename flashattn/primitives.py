@@ -208,8 +208,8 @@ def store_tile(
 
 # A head dim in two parts ----------------------------------------------------------------------------------------------
 #
-# Tiles have powers of two of columns. One of 80 is two, of 64 and 16, where BLOCK_D is 64 and TAIL_D 16, or else one of
-# 128. Where TAIL_D is 0 the second of a pair stands for nothing, and no code comes of it.
+# A tile's columns are a power of two. A head dim of 80 is held in two tiles, of 64 and 16 columns, where BLOCK_D is 64
+# and TAIL_D 16; or else in one of 128. Where TAIL_D is 0 the second of a pair stands for nothing, and is no code.
 
 
 @triton.jit
@@ -237,7 +237,7 @@ def load_parts(
 @triton.jit
 def tail_ptr(row_ptr, stride_d, BLOCK_D: tl.constexpr):
     """Where the columns from BLOCK_D on begin."""
-    return row_ptr + BLOCK_D * stride_d * tl.full([], 1, tl.int64)
+    return row_ptr + tl.full([], BLOCK_D, tl.int64) * stride_d
 
 
 @triton.jit
@@ -265,15 +265,25 @@ def dot_parts(x, x_tail, y, y_tail, TAIL_D: tl.constexpr, TRANSPOSED: tl.constex
 
 
 @triton.jit
-def parts_as_bits(x, tail):
-    """The pair as integers, for a loop to carry to its head: made of them there, tiles of 16-bit elements go to shared
-    memory there, behind one barrier."""
+def load_ahead(
+    row_ptr, start, seqlen, stride_row, stride_d,
+    ROWS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, TAIL_D: tl.constexpr,
+    STRIDE_UNIT: tl.constexpr, MASKED: tl.constexpr, TRANSPOSED: tl.constexpr = False,
+):  # fmt: skip
+    """load_parts() of 16-bit elements as integers, for a loop to carry to its head.
+
+    Made into tiles there, by loaded(), they go to shared memory there, behind one barrier.
+    """
+    x, tail = load_parts(
+        row_ptr, start, seqlen, stride_row, stride_d,
+        ROWS, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, TRANSPOSED=TRANSPOSED,
+    )  # fmt: skip
     return x.to(tl.int16, bitcast=True), tail.to(tl.int16, bitcast=True)
 
 
 @triton.jit
-def parts_of_bits(x, tail, dtype: tl.constexpr):
-    """The inverse of parts_as_bits()."""
+def loaded(x, tail, dtype: tl.constexpr):
+    """The tiles of load_ahead()."""
     return x.to(dtype, bitcast=True), tail.to(dtype, bitcast=True)
 
 

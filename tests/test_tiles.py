@@ -69,7 +69,7 @@ def test_every_tile(pass_, itemsize, head_dim, tile, causal):
             check(name, grad, exact[name], baseline[name], condition=condition)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
 def test_q_reaches_the_registers_unchanged(head_dim):
     """fp16's extremes and subnormals on a diagonal, against one unit vector as the only key: lse is the element."""
     from flashattn.forward import forward

@@ -420,7 +420,7 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     the buffers that the load pipeline holds of each tile that streams by (num_stages; one less before sm_90; one, and
     no pipeline, on sm_75), in elements:
 
-        forward  m*d [Q] + b * 2*n*d [K, V]           unpipelined: m*d + n*d, as K is dead when V comes
+        forward  m*d [Q] + b * 2*n*d [K, V]           unpipelined: m*d + n*d, as K is dead when V comes, but with v_ahead
         dkdv     2*n*d [K, V] + b * 2*m*d [Q, dO]     reload: n*d [K or V] + 2*m*d
         dq       2*m*d [Q, dO] + b * 2*n*d [K, V]
 
@@ -430,7 +430,8 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     with v_ahead, and m*(c + 8) after it, where the output is turned round for its store.
     Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
     from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta, but for 16
-    bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums.
+    bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums. On sm_100, whose products take more
+    copies, dq has m*n and n*d more, dkdv twice m*n and m*d, and both 16*m bytes.
 
     With hold, shared memory passes the own tiles on to registers, one by one and in rows padded by 8, and the output
     back; in the loop it has the streamed pair, and the second copy.
@@ -446,14 +447,15 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     if tile.hold:
         return max(own // d * (c + 8), 3 * other) * itemsize
     if pass_ == "forward":
-        elements = own + (2 * buffers if pipelined else 1) * other + crossing
+        elements = own + (2 * buffers if pipelined else 1 + tile.v_ahead) * other + crossing
         return elements * itemsize + (8 * m if capability >= 90 or itemsize == 4 else 0)
+    copies = (other + m * n) * itemsize * (2 if pass_ == "dkdv" else 1) + 16 * m if 100 <= capability < 120 else 0
     if pass_ == "dq":
         streamed = 2 * buffers * other
-        return (2 * own + (streamed + crossing if pipelined else other + max(other, crossing))) * itemsize
+        return copies + (2 * own + (streamed + crossing if pipelined else other + max(other, crossing))) * itemsize
     kept = max(own, crossing) if tile.reload else 2 * own + max(crossing + m * n, other)
     statistics = 0 if itemsize == _HALF and capability < 80 else 8 * m * buffers
-    return (kept + 2 * buffers * other) * itemsize + statistics
+    return (kept + 2 * buffers * other) * itemsize + statistics + copies
 
 
 @dataclass(frozen=True)

@@ -145,7 +145,7 @@ def test_a_barrier_holds_only_its_own_program():
 # The work of a loop --------------------------------------------------------------------------------------------------
 
 # Two programs of four warps with all that a 128 x 64 block at head dim 64 needs, and tensor cores that never rest.
-FORWARD = {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 64}
+FORWARD = {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_D": 64, "TAIL_D": 0}
 IDEAL = sm75.Prediction(255, 0, 4, 2, 800, 256, 30000, 4096, 256 * 8 * 2, 1, 1, 1, 1, "tensor", {})
 
 
@@ -170,7 +170,7 @@ def test_blocks_of_a_turn():
 
 
 def test_the_backward_counts_five_products_of_seven():
-    tile = {"BLOCK_M": 32, "BLOCK_N": 128, "BLOCK_D": 64}
+    tile = {"BLOCK_M": 32, "BLOCK_N": 128, "BLOCK_D": 48, "TAIL_D": 16}
     dkdv = sm75.score_cost(replace(IDEAL, cycles=4 * 128 * 2 * 4), "dkdv", tile)
     dq = sm75.score_cost(replace(IDEAL, hmmas=384, cycles=6 * 128 * 2 * 4), "dq", FORWARD)
     assert dkdv.useful(4, 64) == dq.useful(3, 64) == 1

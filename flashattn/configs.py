@@ -420,7 +420,7 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     the buffers that the load pipeline holds of each tile that streams by (num_stages; one less before sm_90; one, and
     no pipeline, on sm_75), in elements:
 
-        forward  m*d [Q] + b * 2*n*d [K, V]           unpipelined: m*d + n*d, as K is dead when V comes, but with v_ahead
+        forward  m*d [Q] + b * 2*n*d [K, V]           unpipelined: m*d + n*d, K being dead when V comes
         dkdv     2*n*d [K, V] + b * 2*m*d [Q, dO]     reload: n*d [K or V] + 2*m*d
         dq       2*m*d [Q, dO] + b * 2*n*d [K, V]
 

@@ -79,7 +79,8 @@ def command(*arguments, release=triton.__version__):
 
 
 def test_report_on_a_shipped_kernel(tmp_path):
-    report = command("--arch", "sm_75", "forward", "head_dim=64", "q_in_registers=False", "v_ahead=False", "--save", tmp_path)
+    levers = ["q_in_registers=False", "v_ahead=False"]
+    report = command("--arch", "sm_75", "forward", "head_dim=64", *levers, "--save", tmp_path)
     assert report["kernel"].startswith("forward_kernel for sm_75, Triton ")
     assert report["shared memory"] == "24576 bytes a program of 4 warps"
     assert "m16n8k8.f32.f16.f16.f32" in report["tensor cores"] and ", 0 cp.async" in report["other PTX"]

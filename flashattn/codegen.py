@@ -21,8 +21,8 @@ import torch
 
 from . import sass, turing
 
-# Row strides are handed over in units of 8 elements where all of them allow it: the compiler then knows that
-# every row is 16-byte aligned, for head dims like 40 or 72 too, and no stride's value enters the cache key.
+# Strides are handed over in units of 8 elements where all of them allow it: the compiler then knows that every row is
+# 16-byte aligned, for head dims like 40 or 72 too, and of the strides' values only settled_rows enter the cache key.
 # Such a unit also says that offsets within a tile, of 256 rows and columns at most, fit 32 bits.
 STRIDE_UNIT = 8
 LARGEST_STEP = 2**31 // 256 - 1  # of a row and a column together
@@ -43,13 +43,22 @@ def settled_rows(unit: int, **tensors: torch.Tensor) -> dict[str, int]:
     """Row strides, in units of pack_strides, as constants of the kernel: {"ROW_K": 8}; 0 is left to run time.
 
     With constants the addresses within a tile are one register and immediates: on sm_75 that ends most spills. A kernel
-    is compiled for each, so they must be few: where rows lie further apart than batches (length, batch, heads, head
-    dim), the batch size is in the stride.
+    is compiled for each, so they must be few. Where rows lie further apart than batches (length, batch, heads, head
+    dim), the batch size is in the stride; whatever else may vary there ends at the SETTLED_ROWS-th value.
     """
-    return {
-        f"ROW_{name.upper()}": t.stride(2) // unit if unit > 1 and t.stride(2) <= t.stride(0) else 0
-        for name, t in tensors.items()
-    }
+
+    def settled(t: torch.Tensor) -> int:
+        row = t.stride(2) // unit
+        if unit == 1 or t.stride(2) > t.stride(0) or (row not in _rows and len(_rows) >= SETTLED_ROWS):
+            return 0
+        _rows.add(row)
+        return row
+
+    return {f"ROW_{name.upper()}": settled(t) for name, t in tensors.items()}
+
+
+SETTLED_ROWS = 32
+_rows: set[int] = set()  # that this process has settled
 
 
 class Launch(NamedTuple):
@@ -106,8 +115,8 @@ class Again(NamedTuple):
         if _is_watched():
             compiled[self.grid, 1, 1](*addresses, *self.rest, stream=stream)
         else:  # what that does, without the three calls for profilers that are not there
-            kernel = compiled.function, compiled.packed_metadata
-            compiled.run(self.grid, 1, 1, stream, *kernel, None, None, None, *addresses, *self.rest)
+            code = compiled.function, compiled.packed_metadata
+            compiled.run(self.grid, 1, 1, stream, *code, None, None, None, *addresses, *self.rest)
 
 
 def launch(make: Callable[[], Launch], tensors: tuple, key: Any, again: dict[Any, Again] | None) -> None:

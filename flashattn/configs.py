@@ -40,10 +40,9 @@ class Tile:
     hold (dK/dV and dQ, 16 bits, on sm_75) keeps the two tiles of the program's own rows in registers, and loads each
     pair that streams by a block ahead: Turing reads shared memory at half the rate of later chips, and Triton pipelines
     nothing there. It wants 16 own rows a warp or more, and as many in all as the head dim: warps are else laid out
-    across the columns.
+    across the columns. What loads ahead is wrong on sm_90: Triton fences tiles off from products after the barrier.
     split holds a head dim such as 80 in two tiles of powers of two of columns, 64 and 16 (head_parts), in place of one
-    of 128; on sm_90 with a pipeline only, else Triton puts no barrier between a product and what it reads.
-    max_registers is what a thread may have, so that one more program fits an SM.
+    of 128. max_registers is what a thread may have, so that one more program fits an SM.
     registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
     3.6.0 and 3.9.0; tests hold it to them. They are facts about a tile, and tiles compare without them.
     """
@@ -88,12 +87,14 @@ def padded_head_dim(head_dim: int) -> int:
 
 
 def head_parts(head_dim: int) -> tuple[int, int]:
-    """Columns of the two tiles that hold a head dim, powers of two, 16 at least; 0 where a second one saves nothing."""
+    """Columns of the two tiles that hold a head dim: powers of two, from 16 to 128.
+
+    The second is 0 where it would save nothing; over 128 there are always two.
+    """
     whole = padded_head_dim(head_dim)
     main = min(128, whole // 2)
-    if main < 16 or main + (tail := padded_head_dim(head_dim - main)) >= whole <= 128:
-        return whole, 0
-    return main, tail
+    tail = padded_head_dim(max(head_dim - main, 1))
+    return (main, tail) if whole > 128 or main + tail < whole else (whole, 0)
 
 
 def tile_columns(tile: Tile, head_dim: int) -> tuple[int, int]:
@@ -298,7 +299,7 @@ TILES: Mapping[str, Table] = _frozen(
                     Tile(64, 32, 4, hold=True, split=True, registers=255, stack_bytes=8),
                 ),
                 128: (
-                    Tile(128, 32, 8, hold=True, registers=255, stack_bytes=24),
+                    Tile(128, 32, 8, hold=True, registers=255, stack_bytes=32),
                     Tile(32, 64, 4, registers=235),
                     Tile(32, 32, 4, registers=209, stack_bytes=8),
                 ),
@@ -518,12 +519,16 @@ def head_dim_bucket(architecture: str, pass_: str, itemsize: int, head_dim: int)
     return min(key for key in TILES[architecture][pass_, itemsize] if key >= held)
 
 
+def table_entry(architecture: str, pass_: str, itemsize: int, head_dim: int) -> tuple[Tile, ...]:
+    """The shipped tiles for a head dim, the default for long sequences first."""
+    return TILES[architecture][pass_, itemsize][head_dim_bucket(architecture, pass_, itemsize, head_dim)]
+
+
 def candidates(pass_: str, device: Device, dtype: torch.dtype, head_dim: int) -> tuple[Tile, ...]:
     """The shipped tiles of a pass that fit the device's shared memory, in the table's order."""
     scalar = dtype.itemsize == _HALF and device is not INTERPRETER and device.code_path == "scalar"
     itemsize = _FLOAT if scalar else dtype.itemsize  # without tensor cores 16-bit tiles are laid out as fp32 ones
-    kind = device.architecture, pass_, itemsize
-    tiles = TILES[device.architecture][pass_, itemsize][head_dim_bucket(*kind, head_dim)]
+    tiles = table_entry(device.architecture, pass_, itemsize, head_dim)
     return tuple(
         tile for tile in tiles if smem_bytes(pass_, tile, head_dim, itemsize, device.capability) <= device.shared_bytes
     )

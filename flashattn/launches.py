@@ -6,13 +6,12 @@ from functools import partial
 import torch
 
 from .codegen import Launch
-from .configs import DTYPES, MAX_HEAD_DIM, TILES, Device, Tile, head_dim_bucket
+from .configs import DTYPES, MAX_HEAD_DIM, Device, Tile, table_entry
 
 
 def shipped_tiles(pass_: str, head_dim: int, dtype: torch.dtype, capability: int = 75) -> tuple[Tile, ...]:
     """The candidates of a pass, the default for long sequences first."""
-    architecture = Device("", capability, 0).architecture
-    return TILES[architecture][pass_, dtype.itemsize][head_dim_bucket(architecture, pass_, dtype.itemsize, head_dim)]
+    return table_entry(Device("", capability, 0).architecture, pass_, dtype.itemsize, head_dim)
 
 
 def launch(

@@ -272,7 +272,7 @@ def load_ahead(
 ):  # fmt: skip
     """load_parts() of 16-bit elements as integers, for a loop to carry to its head.
 
-    Made into tiles there, by loaded(), they go to shared memory there, behind one barrier.
+    Where loaded() makes tiles of them, they go to shared memory, behind one barrier.
     """
     x, tail = load_parts(
         row_ptr, start, seqlen, stride_row, stride_d,

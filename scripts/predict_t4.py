@@ -75,7 +75,8 @@ def cases(passes: Iterable[str], head_dims: Iterable[int], causal: Iterable[bool
 def tile_name(tile: configs.Tile) -> str:
     """Short, for a table."""
     levers = [name for name, value in tile.choices.items() if value is True]
-    return " ".join([f"{tile.block_m}x{tile.block_n} w{tile.num_warps}", *levers])
+    limit = [f"max_registers={tile.max_registers}"] if tile.max_registers else []
+    return " ".join([f"{tile.block_m}x{tile.block_n} w{tile.num_warps}", *levers, *limit])
 
 
 def row(case: Case) -> dict[str, object]:

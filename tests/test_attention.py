@@ -11,7 +11,7 @@ causal_or_not = pytest.mark.parametrize("causal", [False, True], ids=["full", "c
 every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 
 
-@pytest.mark.parametrize("head_dim", [1, 8, 16, 17, 32, 40, 64, 72, 80, 96, 128, 160, 192, 256])
+@pytest.mark.parametrize("head_dim", [1, 8, 16, 17, 32, 40, 64, 72, 73, 80, 96, 128, 145, 160, 192, 250, 256])
 @causal_or_not
 @every_dtype
 def test_head_dims(head_dim, causal, dtype):

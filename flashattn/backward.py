@@ -247,7 +247,6 @@ def _accumulate_dq(
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, HOLD: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The query block against the key blocks that start in [begin, end)."""
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
     if HOLD and not MASKED:
         k_bits, k_tail_bits = load_ahead(
             k_ptr, begin, seqlen_k, stride_kn, stride_kd, BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True
@@ -257,8 +256,8 @@ def _accumulate_dq(
         )
     for start_n in tl.range(begin, end, BLOCK_N):
         if HOLD and not MASKED:
-            k, k_tail = loaded(k_bits, k_tail_bits, dtype)
-            v, v_tail = loaded(v_bits, v_tail_bits, dtype)
+            k, k_tail = loaded(k_bits, k_tail_bits, k_ptr)
+            v, v_tail = loaded(v_bits, v_tail_bits, v_ptr)
             following = tl.minimum(start_n + BLOCK_N, end - 1)
             k_bits, k_tail_bits = load_ahead(
                 k_ptr, following, seqlen_k, stride_kn, stride_kd,
@@ -286,7 +285,7 @@ def _accumulate_dq(
                 BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
             )  # fmt: skip
         dp = dot_parts(do, do_tail, v, v_tail, TAIL_D)  # [BLOCK_M, BLOCK_N]
-        ds = (p * (dp - delta[:, None])).to(dtype)
+        ds = (p * (dp - delta[:, None])).to(k.dtype)
         dq = tl.dot(ds, k, dq, input_precision="ieee")  # [BLOCK_M, BLOCK_D]
         if TAIL_D:
             dq_tail = tl.dot(ds, k_tail, dq_tail, input_precision="ieee")

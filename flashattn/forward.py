@@ -37,7 +37,6 @@ def _attend(
     K_AHEAD: tl.constexpr, V_AHEAD: tl.constexpr, INTEGER_P: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The query block against the key blocks that start in [begin, end)."""
-    dtype: tl.constexpr = k_ptr.dtype.element_ty
     if K_AHEAD and not MASKED:
         k_bits, k_tail_bits = load_ahead(
             k_ptr, begin, seqlen_k, stride_kn, stride_kd,
@@ -49,14 +48,14 @@ def _attend(
         )
     for start_n in tl.range(begin, end, BLOCK_N):
         if K_AHEAD and not MASKED:
-            k, k_tail = loaded(k_bits, k_tail_bits, dtype)
+            k, k_tail = loaded(k_bits, k_tail_bits, k_ptr)
         else:
             k, k_tail = load_parts(
                 k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
                 BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, TRANSPOSED=K_TRANSPOSED, NARROW=PIPELINED,
             )  # fmt: skip
         if V_AHEAD and not MASKED:
-            v, v_tail = loaded(v_bits, v_tail_bits, dtype)
+            v, v_tail = loaded(v_bits, v_tail_bits, v_ptr)
         s = dot_parts(q, q_tail, k, k_tail, TAIL_D, K_TRANSPOSED)  # [BLOCK_M, BLOCK_N]
         if MASKED:
             offs_m = start_m + tl.arange(0, BLOCK_M)
@@ -69,7 +68,7 @@ def _attend(
                 v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
                 BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
             )  # fmt: skip
-        p = to_half(p) if INTEGER_P else p.to(dtype)
+        p = to_half(p) if INTEGER_P else p.to(v.dtype)
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
         if TAIL_D:
             acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")  # [BLOCK_M, TAIL_D]

@@ -282,9 +282,9 @@ def load_ahead(
 
 
 @triton.jit
-def loaded(x, tail, dtype: tl.constexpr):
-    """The tiles of load_ahead()."""
-    return x.to(dtype, bitcast=True), tail.to(dtype, bitcast=True)
+def loaded(x, tail, ptr):
+    """The tiles of load_ahead() from a pointer like ptr."""
+    return x.to(ptr.dtype.element_ty, bitcast=True), tail.to(ptr.dtype.element_ty, bitcast=True)
 
 
 @triton.jit

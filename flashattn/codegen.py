@@ -26,6 +26,8 @@ from . import sass, turing
 # Such a unit also says that offsets within a tile, of 256 rows and columns at most, fit 32 bits.
 STRIDE_UNIT = 8
 LARGEST_STEP = 2**31 // 256 - 1  # of a row and a column together
+SETTLED_ROWS = 32  # row strides at most that a process makes constants
+_rows: set[int] = set()  # those so far
 
 
 def pack_strides(*tensors: torch.Tensor) -> tuple[list[int], int]:
@@ -55,10 +57,6 @@ def settled_rows(unit: int, **tensors: torch.Tensor) -> dict[str, int]:
         return row
 
     return {f"ROW_{name.upper()}": settled(t) for name, t in tensors.items()}
-
-
-SETTLED_ROWS = 32
-_rows: set[int] = set()  # that this process has settled
 
 
 class Launch(NamedTuple):

@@ -3,6 +3,7 @@
 It alone reads the credentials. What it prints on failure is turned into a KaggleError, which says what to do.
 """
 
+import argparse
 import contextlib
 import os
 import re
@@ -22,6 +23,7 @@ PATIENCE_S = 1800.0  # how long no answer may make sense before waiting ends
 APPEARS_S = 600.0  # how long Kaggle may take to know a kernel that was just pushed
 OUTPUT_ATTEMPTS = 10
 HEARTBEAT_S = 300.0  # the longest silence while waiting
+POLL_S = (5.0, 3600.0)  # the least and the most between two questions; the command itself takes a second
 LONGEST_S = 13 * 3600.0  # Kaggle ends a session after 12 hours; the rest is for its queue
 LOG_LINES = 3
 
@@ -135,6 +137,19 @@ class Address:
     @property
     def page(self) -> str:
         return f"https://www.kaggle.com/code/{self.owner}/{self.slug}"
+
+
+def add_poll(parser: argparse.ArgumentParser) -> None:
+    """Add --poll, which the push and the pull have alike."""
+    what = f"between questions, {POLL_S[0]:g} at least; default: 30"
+    parser.add_argument("--poll", type=_poll_s, default=30.0, metavar="SECONDS", help=what)
+
+
+def _poll_s(text: str) -> float:
+    with contextlib.suppress(ValueError):
+        if POLL_S[0] <= float(text) <= POLL_S[1]:
+            return float(text)
+    raise argparse.ArgumentTypeError(f"got {text!r}, accepted are {POLL_S[0]:g} to {POLL_S[1]:g} seconds")
 
 
 def environment() -> dict[str, str]:

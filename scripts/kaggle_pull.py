@@ -448,7 +448,7 @@ def main(argv: Iterable[str] | None = None, root: Path = ROOT) -> int:
     parser.add_argument("--commit", type=commit_hash, help="what the run must be of, where it was not pushed from here")
     parser.add_argument("--no-commit", action="store_true", help="place and regenerate, for a look first")
     parser.add_argument("--no-wait", action="store_true", help="do not wait for a run that is under way")
-    parser.add_argument("--poll", type=float, default=30.0, metavar="SECONDS", help="between questions; default: 30")
+    kaggle_cli.add_poll(parser)
     args = parser.parse_args(argv)
 
     options = {"commit_of": args.commit, "committing": not args.no_commit}

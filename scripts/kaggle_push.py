@@ -123,7 +123,7 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--dry-run", action="store_true", help="build and show, send nothing, and keep the notebook")
     parser.add_argument("--no-wait", action="store_true", help="push and return")
     parser.add_argument("--no-commit", action="store_true", help="bring the results back, for a look first")
-    parser.add_argument("--poll", type=float, default=30.0, metavar="SECONDS", help="between questions; default: 30")
+    kaggle_cli.add_poll(parser)
     return parser
 
 

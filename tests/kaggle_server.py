@@ -280,6 +280,7 @@ def guard(service, tmp_path_factory, monkeypatch):
         monkeypatch.setenv(f"GIT_{who}_EMAIL", "test@example.com")
     for name in ("VERBOSE", "VERBOSE_OUTPUT"):  # with which the command prints the Authorization header
         monkeypatch.setenv(name, "1")
+    monkeypatch.setattr(kaggle_cli, "POLL_S", (0.01, 1.0))  # the stand-in does not mind
     real = kaggle_cli.environment
 
     def environment():

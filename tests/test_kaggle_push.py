@@ -116,7 +116,7 @@ def test_script_that_was_killed(repo, service):
     git(repo, "add", ".")
     git(repo, "commit", "--quiet", "-m", "Scripts")
     kaggle_server.held()
-    command = [sys.executable, "-u", repo / "scripts" / "kaggle_push.py", "--poll", "0.1"]
+    command = [sys.executable, "-u", repo / "scripts" / "kaggle_push.py", "--poll", "5"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
     end = monotonic() + 60
     while "RUNNING" not in process.stdout.readline():
@@ -232,6 +232,14 @@ def test_what_is_refused_before_anything_is_sent(repo, service, capfd, arguments
     assert says in capfd.readouterr().err and service.asked("SaveKernel") == []
 
 
+@pytest.mark.parametrize("main", [kaggle_push.main, kaggle_pull.main])
+@pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon"])
+def test_poll_that_is_refused(repo, service, capfd, main, value):
+    with pytest.raises(SystemExit):
+        main(["--poll", value], repo)
+    assert f"argument --poll: got {value!r}, accepted are" in capfd.readouterr().err and service.requests == []
+
+
 def test_no_option_accepts_any_device():
     assert not any("device" in text for action in kaggle_push.parser()._actions for text in action.option_strings)
 
@@ -247,3 +255,4 @@ def test_command_line_works_from_any_folder(tmp_path):
     env = os.environ | {"FLASHATTN_PYTHON": sys.executable}
     done = subprocess.run([script, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 0 and "--dry-run" in done.stdout
+    assert "between questions, 5 at least" in " ".join(done.stdout.split())

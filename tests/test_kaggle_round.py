@@ -75,7 +75,7 @@ def test_there_and_back(clone, service, tmp_path):
     service.next = [executor(tmp_path / "kaggle" / "working")]
     (tmp_path / "kaggle").mkdir()
     given = [w for book, told in SMALL.items() for n, v in told.items() for w in ("-p", book, n, json.dumps(v))]
-    done = command(clone, "push_to_kaggle.sh", *SMALL, *given, "--tritons", "image", "--poll", "1")
+    done = command(clone, "push_to_kaggle.sh", *SMALL, *given, "--tritons", "image", "--poll", "5")
     assert done.returncode == 0, done.stdout + done.stderr + "".join(service.runs[0].log)[-3000:]
     assert "complete, quick, on any device" in done.stdout and KEY not in done.stdout + done.stderr
 

@@ -442,7 +442,9 @@ def commit_hash(text: str) -> str:
 
 
 def main(argv: Iterable[str] | None = None, root: Path = ROOT) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/pull_from_kaggle.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("address", nargs="?", help="OWNER/SLUG, OWNER/SLUG/VERSION or URL; default: the last push")
     parser.add_argument("--zip", type=Path, metavar="FILE", help=f"take in a {ARCHIVE} that was downloaded by hand")
     parser.add_argument("--commit", type=commit_hash, help="what the run must be of, where it was not pushed from here")

@@ -95,7 +95,9 @@ def send(folder: Path, built: payload.Built, parameters: dict[str, object], root
 
 
 def parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/push_to_kaggle.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("notebooks", nargs="*", help="in order of worth; default: all that use the GPU, by name")
     parser.add_argument(
         "-p",

@@ -631,3 +631,5 @@ def test_command_line_works_from_any_folder(tmp_path):
     env = os.environ | {"FLASHATTN_PYTHON": sys.executable}
     done = subprocess.run([script, "--zip", "absent.zip"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert done.returncode == 1 and "there is no file absent.zip" in done.stderr
+    done = subprocess.run([script, "--help"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("usage: scripts/pull_from_kaggle.sh [")

@@ -114,7 +114,8 @@ def parser() -> argparse.ArgumentParser:
         nargs="+",
         default=["image", "3.2.0"],
         metavar="RELEASE",
-        help="a pass for each: `image`, Kaggle's own, or a release beside it; default: image 3.2.0",
+        help="a pass for each: `image`, Kaggle's own, or a release beside it, "
+        f"{plan.TRITONS[0]} to {plan.TRITONS[-1]}; default: image 3.2.0",
     )
     parser.add_argument("--limit", type=int, metavar="MINUTES", help="of the whole run; default: 60, with --full 600")
     parser.add_argument("--owner", help="whose kernel it is; default: the account of the kaggle command")

@@ -19,6 +19,8 @@ import child  # noqa: E402
 import driver  # noqa: E402
 import plan  # noqa: E402
 
+from flashattn import turing  # noqa: E402
+
 NOTEBOOKS = sorted(path.stem for path in (ROOT / "notebooks").glob("*.ipynb") if path.stem not in plan.NO_GPU)
 HANG = """
 signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -388,6 +390,10 @@ def test_limit_of_the_run_comes_before_that_of_a_step(run, tmp_path):
     assert "tune, Triton of the image: starts, 5 minutes at most" in log and "10 minutes" not in log
     run(notebooks=["02_benchmark"], tritons=["image"], limit_minutes=60)
     assert "tune, Triton of the image: starts, 10 minutes at most" in (tmp_path / "run" / "driver.log").read_text()
+
+
+def test_passes_have_the_releases_with_tensor_cores():
+    assert plan.TRITONS == ["3.2.0", *turing.RESTORED]
 
 
 def test_passes_and_notebooks_in_order_of_worth():

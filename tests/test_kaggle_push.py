@@ -222,6 +222,8 @@ def test_uncommitted_changes(repo, service, capfd):
         (["-p", "02_benchmark", "seq_lens", "[512"], "-p 02_benchmark seq_lens: got '[512', accepted is YAML"),
         (["--limit", "721"], "--limit: got 721, accepted are 1 to"),
         (["--tritons", "new"], "tritons: got ['new']"),
+        (["--tritons", "3.1.0"], "tritons: got ['3.1.0'], accepted is a list of some of image, 3.2.0, 3.3.0"),
+        (["--tritons", "3.2.7"], "tritons: got ['3.2.7']"),
         (["--slug", "t4"], "slug"),
         (["-p", "driver", "accept_any_device", "true"], "notebook_parameters: got {'driver'"),
     ],

@@ -67,10 +67,13 @@ class Bound:
 
 
 def top_of(names: list[str]) -> tuple[str, ...] | None:
-    """The parts of the folder of a run in a zip, the shallowest that has a status file; None where none has."""
-    tops = [tuple(name.split("/")[:-1]) for name in names if name.rpartition("/")[2] == run_status.FILE]
-    plain = [top for top in tops if len(top) <= MAX_DEPTH and all(part and part[0] != "." for part in top)]
-    return min(plain, key=len, default=None)
+    """The parts of the folder in a zip that has a status file; None where none has, ValueError where several have."""
+    tops = {tuple(name.split("/")[:-1]) for name in names if name.rpartition("/")[2] == run_status.FILE}
+    plain = sorted(top for top in tops if len(top) <= MAX_DEPTH and all(part and part[0] != "." for part in top))
+    if len(plain) > 1:
+        folders = ", ".join(repr("/".join(top)[:100] or ".") for top in plain[:5])
+        raise ValueError(f"runs: got {len(plain)} in one zip, such as {folders}, accepted is one: zip its folder alone")
+    return plain[0] if plain else None
 
 
 def unpack(archive: Path, folder: Path) -> list[str]:
@@ -78,7 +81,8 @@ def unpack(archive: Path, folder: Path) -> list[str]:
 
     Takes the driver's own zip, and one in which the same lies in a folder beside other things, as Kaggle's "Download
     all" makes it: of those and of unknown or hidden files in the folder nothing is taken. Raises ValueError for a zip
-    that is damaged, or whose run is too large or has a name or a link that may lead out of the folder.
+    that is damaged or has several runs, or whose run is too large or has a name or a link that may lead out of the
+    folder.
     """
     left_out, seen, bound = [], set(), Bound()
     try:

@@ -385,6 +385,17 @@ def test_zip_with_other_things_beside_the_run(repo, tmp_path, capfd, around):
     assert not [path for path in tmp_path.rglob("*") if "vil" in path.name]
 
 
+@pytest.mark.parametrize("second", ["two/", "one/two/", ""])
+def test_zip_with_two_runs(repo, tmp_path, capfd, second):
+    archive = tmp_path / "output.zip"
+    both = {top + name: data for top in ("one/", second) for name, data in files_of(status_of(repo)).items()}
+    archive.write_bytes(zipped(both))
+    assert pull(repo, "--zip", str(archive)) == 1
+    err = capfd.readouterr().err
+    assert "runs: got 2 in one zip, such as " in err and "'one'" in err and repr(second.rstrip("/") or ".") in err
+    assert placed(repo) == [] and clean(repo)
+
+
 @pytest.mark.parametrize("name", ["run/a/b/c/evil.txt", "run/../evil.bin", "run//evil.txt", "run/C:\\evil.txt"])
 def test_zip_with_hostile_names_in_the_run(repo, tmp_path, capfd, name):
     archive = tmp_path / "output.zip"

@@ -17,7 +17,14 @@ from collections.abc import Iterator
 from dataclasses import astuple, dataclass
 from pathlib import Path
 
-import torch
+try:
+    import torch
+except ModuleNotFoundError as error:
+    if error.name != "torch" or __name__ != "__main__":
+        raise
+    print("torch        not installed\n\n1. Wrong: torch is not installed, and all of flashattn needs it")
+    print("   To do: pip install 'torch>=2.6', which pip install -e . in a checkout does too")
+    sys.exit(1)
 
 from . import configs, interface, measure, turing
 from .turing import release

@@ -479,6 +479,17 @@ def test_command_with_no_gpu(arguments):
     assert ("not installed" in done.stdout) == (arguments[0] == "-c" or not doctor.interface.HAS_TRITON)
 
 
+def test_command_with_no_torch(tmp_path):
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError('as where it is not installed', name='torch')")
+    path = os.pathsep.join([str(tmp_path), children.environment()["PYTHONPATH"]])
+    done = run("-m", "flashattn.doctor", PYTHONPATH=path)
+    assert done.returncode == 1 and done.stderr == ""
+    assert done.stdout.startswith("torch        not installed\n\n1. Wrong: torch is not installed")
+    assert "\n   To do: pip install 'torch>=2.6'" in done.stdout
+    done = run("-c", "import flashattn", PYTHONPATH=path)
+    assert done.returncode == 1 and done.stderr.endswith("ModuleNotFoundError: as where it is not installed\n")
+
+
 def test_command_under_the_interpreter_on_kaggle():
     pytest.importorskip("triton")
     done = run("-m", "flashattn.doctor", TRITON_INTERPRET="1", KAGGLE_KERNEL_RUN_TYPE="Batch")

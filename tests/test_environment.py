@@ -1,5 +1,6 @@
 """The two lists of pins agree, and the commands do as they say: run with a recording Python and conda."""
 
+import re
 import shutil
 import subprocess
 import tomllib
@@ -230,6 +231,22 @@ def test_prepared_python_is_used_as_it_is(checkout):
         assert Path(process.stdout.strip()).samefile(mine)
     process, _ = checkout.run("scripts/setup.sh", FLASHATTN_PYTHON="absent")
     assert process.returncode == 1 and "FLASHATTN_PYTHON" in process.stderr and "absent" in process.stderr
+
+
+@needs_bash
+@pytest.mark.parametrize("page", ["README.md", "docs/running.md"])
+@pytest.mark.parametrize("beside", [True, False], ids=["beside the interpreter", "elsewhere on the PATH"])
+def test_login_is_by_the_command_that_the_push_takes(checkout, page, beside):
+    (line,) = re.findall(r"^ *(?:\$ )?(.*kaggle.* auth login)\b", (ROOT / page).read_text(), re.MULTILINE)
+    checkout.add("kaggle", "#!/usr/bin/env bash\necho on the PATH: $*\n")
+    folder = checkout.root / "mine"
+    folder.mkdir()
+    checkout.add("mine").rename(folder / "python3")
+    if beside:
+        checkout.add("other", "#!/usr/bin/env bash\necho beside: $*\n").rename(folder / "kaggle")
+    line = f"cd '{checkout.root}' && {line}"
+    process, _ = checkout.run(checkout.bin / "bash", "-c", line, FLASHATTN_PYTHON=str(folder / "python3"))
+    assert process.stdout == f"{'beside' if beside else 'on the PATH'}: auth login\n", process.stderr
 
 
 @needs_bash

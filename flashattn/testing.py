@@ -1,5 +1,6 @@
 """Inputs for tests and benchmarks, and the one tolerance helper."""
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -81,6 +82,23 @@ def check(
     if not report.ok:
         raise AssertionError(str(report))
     return report
+
+
+def score_condition(q: torch.Tensor, k: torch.Tensor, scale: float | None = None) -> float:
+    """check()'s condition: how much fp32's relative rounding is magnified in P = exp2(score - lse), at least 1.
+
+    It is the size of the two. 1 in 16 bits, where eps is far beyond it.
+    """
+    if q.dtype != torch.float32 or not q.numel() or not k.numel():
+        return 1.0
+    score = largest_score(q, k) * (q.shape[-1] ** -0.5 if scale is None else abs(scale))
+    return max(1.0, (score + math.log(k.shape[2])) * math.log2(math.e))
+
+
+def largest_score(x: torch.Tensor, y: torch.Tensor, rows: int = 1024) -> float:
+    """The largest |x_i . y_j| in any head; some rows at a time."""
+    x, y = x.detach().double(), y.detach().double().repeat_interleave(x.shape[1] // y.shape[1], 1)
+    return max(float((part @ y.mT).abs().max()) for part in x.split(rows, 2))
 
 
 def make_inputs(

@@ -330,6 +330,7 @@ class Truth:
         self._key_heads = batch * heads_k
         self._picked = sorted({0, self._key_heads - 1})
         part = tuple(self._pick(t) for t in tensors)
+        self._condition = testing.score_condition(part[0], part[1])
         self._exact = exact_results(*part, causal)
         self._baseline = _by_blocks(naive_attention, part, causal, BASELINE_SCORES)
 
@@ -340,7 +341,7 @@ class Truth:
     def check(self, actual: dict[str, torch.Tensor]) -> testing.Report:
         """The report on the tensor nearest its bound. Raises AssertionError where one is beyond."""
         reports = [
-            testing.check(name, self._pick(tensor), self._exact[name], self._baseline[name])
+            testing.check(name, self._pick(tensor), self._exact[name], self._baseline[name], condition=self._condition)
             for name, tensor in actual.items()
         ]
         return max(reports, key=lambda report: report.error / report.bound)

@@ -1,12 +1,10 @@
 """What the tests of attention share: the device, and one comparison of everything that a call computes."""
 
-import math
-
 import torch
 
 from flashattn import attention
 from flashattn.reference import dense_attention
-from flashattn.testing import check, make_inputs
+from flashattn.testing import check, largest_score, make_inputs, score_condition
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.float32] + ([torch.bfloat16] if DEVICE == "cuda" else [])
@@ -29,7 +27,7 @@ def compare(q, k, v, *, causal=False, scale=None, backend="triton", do=None, dls
     baseline = dense(leaves, causal, scale, do, dlse, q.dtype)
     terms = {"o": 0.0, "dq": 0.0, "dk": 0.0, "dv": 0.0}
     if cancels and do.numel() and v.numel():
-        dp = largest(do.abs(), v.abs()) * q.shape[-1] ** -0.5
+        dp = largest_score(do.abs(), v.abs()) * q.shape[-1] ** -0.5
         terms |= {"dq": dp * float(k.abs().max()), "dk": dp * float(q.abs().max())}
     for name, actual in zip(terms, (o, *grads), strict=True):
         condition = score_condition(q, k, scale)
@@ -38,23 +36,6 @@ def compare(q, k, v, *, causal=False, scale=None, backend="triton", do=None, dls
     # lse is fp32 whatever the inputs are, so its baseline is PyTorch in fp32.
     check("lse", lse, exact["lse"], dense(leaves, causal, scale, do, dlse, torch.float32)["lse"])
     return o, lse, grads
-
-
-def score_condition(q, k, scale=None):
-    """How much fp32's relative rounding is magnified in P = exp2(score - lse): the size of the two, at least 1.
-
-    1 in 16 bits, where eps is far beyond it.
-    """
-    if q.dtype != torch.float32 or not q.numel() or not k.numel():
-        return 1.0
-    score = largest(q, k) * (q.shape[-1] ** -0.5 if scale is None else abs(scale))
-    return max(1.0, (score + math.log(k.shape[2])) * math.log2(math.e))
-
-
-def largest(x, y):
-    """The largest |x_i . y_j| in any head."""
-    y = y.repeat_interleave(x.shape[1] // y.shape[1], 1)
-    return float((x.detach().double() @ y.detach().double().mT).abs().max())
 
 
 def dense(leaves, causal, scale, do, dlse, dtype):

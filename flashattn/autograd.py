@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
@@ -31,20 +32,24 @@ def _saturate(x: torch.Tensor) -> torch.Tensor:
     return x.to(torch.float16).clamp(-largest, largest)  # before the cast, bf16 would round the bound up
 
 
-def _forward_kernels(q, k, v, *, causal, scale, again=None):
+@functools.cache  # not an import statement, which every call would pay for
+def _kernels() -> tuple[Callable, Callable]:
+    """Forward and backward in Triton, which a machine may lack."""
+    from .backward import backward
     from .forward import forward
 
+    return forward, backward
+
+
+def _forward_kernels(q, k, v, *, causal, scale, again=None):
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
         _warn_bf16()
         o, lse_log2 = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale, again=again)
         return o.to(q.dtype), lse_log2
-    tile = configs.choose("forward", q, q.shape[2], causal)
-    return forward(q, k, v, causal=causal, scale=scale, tile=tile, again=again)
+    return _kernels()[0](q, k, v, causal=causal, scale=scale, again=again)
 
 
 def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, needs, dtype=None, again=None):
-    from .backward import backward
-
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
         # A power of two brings the incoming gradients into fp16's range; fp32 undoes it.
         largest = do.abs().amax().float()
@@ -63,16 +68,8 @@ def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, nee
             again=again,
         )
         return tuple(g if g is None else torch.ldexp(g, exponent).to(q.dtype) for g in grads)
-    return backward(
-        *(q, k, v, o, lse_log2, do, dlse_log2),
-        causal=causal,
-        scale=scale,
-        dkdv_tile=configs.choose("dkdv", q, k.shape[2], causal),
-        dq_tile=configs.choose("dq", q, q.shape[2], causal),
-        needs=needs,
-        dtype=dtype,
-        again=again,
-    )
+    options = {"causal": causal, "scale": scale, "needs": needs, "dtype": dtype}
+    return _kernels()[1](q, k, v, o, lse_log2, do, dlse_log2, **options, again=again)
 
 
 def _without_autocast(fn):

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .codegen import Launch, launch, pack_strides, settled_rows
-from .configs import FUSED, Tile, padded_head_dim, tile_constants
+from .configs import FUSED, Tile, choose, padded_head_dim, tile_constants
 from .primitives import (
     LOG2E,
     dot_parts,
@@ -85,14 +85,12 @@ def _accumulate_dkdv(
     """
     whole = full_end - full_begin
     if HOLD and not MASKED:
-        q, q_tail = load_parts(
-            q_ptr, full_begin, full_end, stride_qm, stride_qd,
-            BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True,
-        )  # fmt: skip
-        do, do_tail = load_parts(
-            do_ptr, full_begin, full_end, stride_dom, stride_dod,
-            BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True,
-        )  # fmt: skip
+        q_bits, q_tail_bits = load_ahead(
+            q_ptr, full_begin, full_end, stride_qm, stride_qd, BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True
+        )
+        do_bits, do_tail_bits = load_ahead(
+            do_ptr, full_begin, full_end, stride_dom, stride_dod, BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True
+        )
     for start in tl.range(begin if MASKED else full_begin, seqlen_q - whole if MASKED else full_end, BLOCK_M):
         start_m = start
         if MASKED:
@@ -103,7 +101,19 @@ def _accumulate_dkdv(
                 k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
                 BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, RELOAD,
             )  # fmt: skip
-        if MASKED or not HOLD:
+        if HOLD and not MASKED:
+            q, q_tail = loaded(q_bits, q_tail_bits, q_ptr)
+            do, do_tail = loaded(do_bits, do_tail_bits, do_ptr)
+            following = tl.minimum(start + BLOCK_M, full_end - BLOCK_M)
+            q_bits, q_tail_bits = load_ahead(
+                q_ptr, following, full_end, stride_qm, stride_qd,
+                BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
+            )  # fmt: skip
+            do_bits, do_tail_bits = load_ahead(
+                do_ptr, following, full_end, stride_dom, stride_dod,
+                BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
+            )  # fmt: skip
+        else:
             q, q_tail = load_parts(
                 q_ptr, start_m, seqlen_q, stride_qm, stride_qd,
                 BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, MASKED, NARROW=PIPELINED,
@@ -126,16 +136,6 @@ def _accumulate_dkdv(
             dv = tl.dot(p.to(do.dtype), do, dv, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
             if TAIL_D:
                 dv_tail = tl.dot(p.to(do.dtype), do_tail, dv_tail, input_precision="ieee")
-        if HOLD and not MASKED:
-            following = tl.minimum(start + BLOCK_M, full_end - BLOCK_M)
-            next_q, next_q_tail = load_parts(
-                q_ptr, following, full_end, stride_qm, stride_qd,
-                BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
-            )  # fmt: skip
-            next_do, next_do_tail = load_parts(
-                do_ptr, following, full_end, stride_dom, stride_dod,
-                BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, False,
-            )  # fmt: skip
         if WITH_DK:
             if RELOAD:
                 v, v_tail = load_parts(
@@ -151,8 +151,6 @@ def _accumulate_dkdv(
             dk = tl.dot(ds, q, dk, input_precision="ieee")  # [BLOCK_N, BLOCK_D]
             if TAIL_D:
                 dk_tail = tl.dot(ds, q_tail, dk_tail, input_precision="ieee")
-        if HOLD and not MASKED:
-            q, q_tail, do, do_tail = next_q, next_q_tail, next_do, next_do_tail
     return dk, dk_tail, dv, dv_tail
 
 
@@ -401,6 +399,12 @@ def dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, *, causal: bool, scale: fl
     )
 
 
+def dkdv_launches(q, k, v, do, dk, dv, lse_log2, delta, *, tile: Tile, **options) -> list[Launch]:
+    """dkdv_launch() of both, or one for each where the tile holds them apart."""
+    made = [(dk, None), (None, dv)] if tile.apart and dk is not None and dv is not None else [(dk, dv)]
+    return [dkdv_launch(q, k, v, do, *outputs, lse_log2, delta, tile=tile, **options) for outputs in made]
+
+
 def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, tile: Tile) -> Launch:
     """The launch that fills dq."""
     batch, heads_q, seqlen_q, head_dim = q.shape
@@ -421,29 +425,36 @@ def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, t
 
 def backward(
     q, k, v, o, lse_log2, do, dlse_log2, *,
-    causal: bool, scale: float, dkdv_tile: Tile, dq_tile: Tile, needs, dtype=None, again: dict | None = None,
+    causal: bool, scale: float, needs, dkdv_tile: Tile | None = None, dq_tile: Tile | None = None, dtype=None,
+    again: dict | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dq, dk, dv, laid out as their inputs, in dtype (the inputs' unless given); None where needs is False.
 
-    Tensors and again as of forward(); do has any strides; dlse_log2, the gradient of lse_log2, may be None.
+    Tensors, tiles and again as of forward(); do has any strides; dlse_log2, the gradient of lse_log2, may be None.
     """
     dq, dk, dv = (torch.empty_like(x, dtype=dtype) if need else None for x, need in zip((q, k, v), needs, strict=True))
     delta = torch.empty_like(lse_log2)
-    options = {"causal": causal, "scale": scale}
     # lse_log2 and delta are contiguous; autograd may hand its gradient over with any strides.
     dlse_log2 = None if dlse_log2 is None else dlse_log2.contiguous()
     if (do.data_ptr() | (0 if dlse_log2 is None else dlse_log2.data_ptr())) % 16:
         again = None
-    kind = (do.stride(), dlse_log2 is None, *needs)
+    if again is not None:
+        again = again.setdefault((do.stride(), dlse_log2 is None, *needs), {})
     tensors = (o, do, delta if dlse_log2 is None else dlse_log2, delta)
-    launch(lambda: delta_launch(o, do, dlse_log2, delta), tensors, ("delta", kind), again)
+    launch(lambda: [delta_launch(o, do, dlse_log2, delta)], tensors, "delta", again)
     if dk is not None or dv is not None:
+
+        def make_dkdv() -> list[Launch]:
+            tile = dkdv_tile or choose("dkdv", q, k.shape[2], causal)
+            return dkdv_launches(q, k, v, do, dk, dv, lse_log2, delta, causal=causal, scale=scale, tile=tile)
+
         tensors = (q, k, v, do, k if dk is None else dk, v if dv is None else dv, lse_log2, delta)
-        launch(
-            lambda: dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, **options, tile=dkdv_tile),
-            *(tensors, ("dkdv", dkdv_tile, kind), again),
-        )
+        launch(make_dkdv, tensors, "dkdv", again)
     if dq is not None:
-        tensors = (q, k, v, do, dq, lse_log2, delta)
-        launch(lambda: dq_launch(*tensors, **options, tile=dq_tile), tensors, ("dq", dq_tile, kind), again)
+
+        def make_dq() -> list[Launch]:
+            tile = dq_tile or choose("dq", q, q.shape[2], causal)
+            return [dq_launch(q, k, v, do, dq, lse_log2, delta, causal=causal, scale=scale, tile=tile)]
+
+        launch(make_dq, (q, k, v, do, dq, lse_log2, delta), "dq", again)
     return dq, dk, dv

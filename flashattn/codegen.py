@@ -104,7 +104,7 @@ class Again(NamedTuple):
     rest: tuple
 
     def run(self, *tensors: torch.Tensor) -> None:
-        if self.device != torch.cuda.current_device():
+        if self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
                 return self.run(*tensors)
         # As numbers: of a tensor's address Triton asks the driver, each time, whether it is the GPU's.
@@ -117,19 +117,23 @@ class Again(NamedTuple):
             compiled.run(self.grid, 1, 1, stream, *code, None, None, None, *addresses, *self.rest)
 
 
-def launch(make: Callable[[], Launch], tensors: tuple, key: Any, again: dict[Any, Again] | None) -> None:
+def launch(make: Callable[[], list[Launch]], tensors: tuple, key: Any, again: dict[Any, list[Again]] | None) -> None:
     """Launch what make() gives on these tensors, or with a dictionary what it has under the key, once it has that."""
     if again and (found := again.get(key)):
-        found.run(*tensors)
-    elif (made := make().run()) and again is not None:
-        again[key] = made
+        for one in found:
+            one.run(*tensors)
+    else:
+        made = [one.run() for one in make()]
+        if all(made) and again is not None:
+            again[key] = made
 
 
 def _is_watched() -> bool:
     """Whether a profiler has hooked itself into Triton's launches."""
     owner = _hooks_owner()
-    hooks = owner.launch_enter_hook, owner.launch_exit_hook
-    return any(getattr(hook, "calls", hook) for hook in hooks)  # since Triton 3.5 a chain of calls, before one or None
+    enter, leave = owner.launch_enter_hook, owner.launch_exit_hook
+    # Since Triton 3.5 each is a chain of calls, before it was one or None.
+    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
 
 
 @functools.cache
@@ -253,6 +257,19 @@ def _plain(kernel) -> tuple[Any, dict[str, Any]]:
     return kernel, first
 
 
+@functools.cache
+def _shorten_pointers() -> None:
+    """Have LLVM address shared memory by 32 bits, which Triton 3.2 asks of it too late for a process's first kernel.
+
+    Without, what becomes of a kernel depends on whether another was compiled before.
+    """
+    from triton._C.libtriton import llvm
+
+    if turing.release(turing.triton_version()) < (3, 3):
+        llvm.init_targets()
+        llvm.translate_to_asm("", "nvptx64-nvidia-cuda", "sm_75", "+ptx63", ["nvptx-short-ptr"], True, False)
+
+
 def compile_for(launch: Launch, capability: int, restored: bool = True) -> Compiled:
     """Compile a launch for a compute capability such as 75; tensors may be on the meta device, or just a torch.dtype.
 
@@ -262,6 +279,7 @@ def compile_for(launch: Launch, capability: int, restored: bool = True) -> Compi
     """
     kernel, options = _plain(launch.kernel)
     options |= launch.constants | launch.options | turing.compile_options(capability, restored)
+    _shorten_pointers()
     with target(capability):
         kernel = kernel.warmup(*launch.args, grid=(1,), **options)
     cubin = kernel.asm["cubin"]
@@ -358,24 +376,25 @@ def main(arguments: list[str] | None = None) -> None:
         with target(capability):  # a file may ask for the device as it is imported
             found = _load(options.kernel)
         if options.kernel in _SHIPPED:
-            launch = found(capability=capability, **values)
+            launches = found(capability=capability, **values)
         elif hasattr(found, "fn"):
             args = [_value(text.strip()) for text in (options.signature or "").split(",") if text.strip()]
             if wrong := [x for x in args if isinstance(x, str)]:
                 parser.error(f"{wrong[0]}: accepted are {', '.join(_POINTERS | _SCALARS)} and values")
-            launch = Launch(found, 1, tuple(args), values, {})
+            launches = [Launch(found, 1, tuple(args), values, {})]
         else:
             parser.error(f"{options.kernel}: is {type(found).__name__}, accepted is a Triton kernel")
-        compiled = compile_for(launch, capability, restored=not options.stock)
+        compiled = [compile_for(launch, capability, restored=not options.stock) for launch in launches]
     except Exception as error:  # a file's own, a wrong argument, or the compiler's, which raises whatever it likes
         lines = str(error).strip().splitlines() or [""]
         parser.exit(1, f"{options.kernel}: {type(error).__name__}: {lines[-1]}\n")
-    print(compiled)
-    if options.save:
+    print(*compiled, sep="\n\n")
+    for number, one in enumerate(compiled) if options.save else ():
         options.save.mkdir(parents=True, exist_ok=True)
-        (options.save / f"{compiled.name}.ptx").write_text(compiled.ptx)
-        (options.save / f"{compiled.name}.cubin").write_bytes(compiled.cubin)
-        (options.save / f"{compiled.name}.sass").write_text(sass.listing(compiled.cubin))
+        file = options.save / (f"{one.name}_{number}" if number else one.name)
+        file.with_suffix(".ptx").write_text(one.ptx)
+        file.with_suffix(".cubin").write_bytes(one.cubin)
+        file.with_suffix(".sass").write_text(sass.listing(one.cubin))
 
 
 if __name__ == "__main__":

@@ -41,6 +41,7 @@ class Tile:
     pair that streams by a block ahead: Turing reads shared memory at half the rate of later chips, and Triton pipelines
     nothing there. It wants 16 own rows a warp or more, and as many in all as the head dim: warps are else laid out
     across the columns. What loads ahead is wrong on sm_90: Triton fences tiles off from products after the barrier.
+    apart (dK/dV) makes dK and dV in launches of their own: of wide heads, registers do not hold both.
     split holds a head dim such as 80 in two tiles of powers of two of columns, 64 and 16 (head_parts), in place of one
     of 128. max_registers is what a thread may have, so that one more program fits an SM.
     registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
@@ -58,6 +59,7 @@ class Tile:
     v_ahead: bool = False
     integer_p: bool = False
     hold: bool = False
+    apart: bool = False
     split: bool = False
     max_registers: int | None = None
     registers: int = field(default=255, compare=False)
@@ -240,40 +242,43 @@ TILES: Mapping[str, Table] = _frozen(
             ("dkdv", _HALF): {
                 32: (
                     Tile(32, 128, 4, hold=True, registers=255, stack_bytes=16),
-                    Tile(32, 64, 4, hold=True, registers=232, stack_bytes=16),
+                    Tile(32, 64, 4, hold=True, registers=233, stack_bytes=16),
                 ),
                 48: (
-                    Tile(16, 128, 4, hold=True, split=True, registers=255, stack_bytes=8),
-                    Tile(32, 64, 4, hold=True, split=True, registers=255),
+                    Tile(16, 128, 4, hold=True, split=True, registers=255, stack_bytes=48),
+                    Tile(32, 64, 4, hold=True, split=True, registers=255, stack_bytes=48),
                 ),
                 64: (
-                    Tile(16, 128, 4, hold=True, registers=255, stack_bytes=104),
+                    Tile(16, 128, 4, hold=True, registers=255, stack_bytes=136),
                     Tile(32, 64, 4, hold=True, registers=255, stack_bytes=16),
                     Tile(32, 128, 8, hold=True, registers=255, stack_bytes=40),
                 ),
                 80: (
-                    Tile(32, 64, 4, hold=True, split=True, registers=255, stack_bytes=56),
+                    Tile(32, 64, 4, hold=True, split=True, registers=255, stack_bytes=64),
                     Tile(32, 128, 8, hold=True, split=True, registers=255, stack_bytes=72),
-                    Tile(16, 64, 4, hold=True, split=True, registers=255, stack_bytes=16),
+                    Tile(16, 64, 4, hold=True, split=True, registers=255, stack_bytes=8),
                 ),
                 96: (
-                    Tile(32, 128, 8, hold=True, split=True, registers=255, stack_bytes=120),
-                    Tile(16, 64, 4, hold=True, split=True, registers=255, stack_bytes=48),
+                    Tile(32, 128, 8, hold=True, split=True, registers=255, stack_bytes=168),
+                    Tile(16, 64, 4, hold=True, split=True, registers=255, stack_bytes=32),
                 ),
                 128: (
-                    Tile(16, 128, 8, hold=True, registers=255, stack_bytes=168),
+                    Tile(16, 128, 8, hold=True, registers=255, stack_bytes=184),
                     Tile(64, 32, 4, registers=255, stack_bytes=16),
                     Tile(32, 32, 4, registers=198, stack_bytes=32),
                 ),
                 160: (
+                    Tile(16, 128, 8, hold=True, apart=True, split=True, registers=255, stack_bytes=184),
                     Tile(16, 64, 4, split=True, registers=255, stack_bytes=112),
                     Tile(16, 32, 4, split=True, registers=255, stack_bytes=112),
                 ),
                 192: (
+                    Tile(16, 128, 8, hold=True, apart=True, split=True, registers=255, stack_bytes=456),
                     Tile(16, 32, 4, split=True, registers=255, stack_bytes=16),
                     Tile(16, 16, 4, split=True, registers=248, stack_bytes=16),
                 ),
                 256: (
+                    Tile(16, 128, 8, hold=True, apart=True, split=True, registers=255, stack_bytes=816),
                     Tile(16, 32, 4, split=True, registers=255, stack_bytes=96),
                     Tile(16, 16, 4, registers=186, stack_bytes=24),
                 ),
@@ -299,7 +304,7 @@ TILES: Mapping[str, Table] = _frozen(
                     Tile(64, 32, 4, hold=True, split=True, registers=255, stack_bytes=8),
                 ),
                 128: (
-                    Tile(128, 32, 8, hold=True, registers=255, stack_bytes=32),
+                    Tile(128, 32, 8, hold=True, registers=255, stack_bytes=24),
                     Tile(32, 64, 4, registers=235),
                     Tile(32, 32, 4, registers=209, stack_bytes=8),
                 ),
@@ -630,6 +635,9 @@ def load_shipped(architecture: str) -> dict[str, Tile]:
     return read_tiles(path) if path.exists() else {}
 
 
+tunings = 0  # of this process; what remembers a tile, as interface.attention does, is to choose anew after one
+
+
 @functools.cache
 def load_tuned(device: Device) -> dict[str, Tile]:
     """The tiles tuned for this device, by tuned_key; empty where none were, or where the file cannot be read."""
@@ -647,6 +655,8 @@ def load_tuned(device: Device) -> dict[str, Tile]:
 
 def save_tuned(device: Device, tiles: dict[str, Tile]) -> Path:
     """Add tuned tiles to the device's file, and use them from now on."""
+    global tunings
+    tunings += 1
     path = tuned_file(device)
     write_tiles(path, load_tuned(device) | tiles)
     load_tuned.cache_clear()

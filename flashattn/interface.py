@@ -7,6 +7,7 @@ import warnings
 
 import torch
 
+from . import configs
 from .autograd import attend, eager
 from .configs import DTYPES, MAX_HEAD_DIM
 
@@ -107,10 +108,10 @@ def _kind(q, k, v, causal, scale, backend) -> tuple | None:
     if not usual:
         return None
     return (
-        q.shape, q.stride(), q.dtype, q.device,
-        k.shape, k.stride(), k.dtype, k.device,
-        v.shape, v.stride(), v.dtype, v.device,
-        causal, scale, backend,
+        q.shape, q.stride(), q.dtype, q.get_device(),
+        k.shape, k.stride(), k.dtype, k.get_device(),
+        v.shape, v.stride(), v.dtype, v.get_device(),
+        causal, scale, backend, configs.tunings,
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )  # fmt: skip
 

@@ -14,7 +14,7 @@ def shipped_tiles(pass_: str, head_dim: int, dtype: torch.dtype, capability: int
     return table_entry(Device("", capability, 0).architecture, pass_, dtype.itemsize, head_dim)
 
 
-def launch(
+def launches(
     pass_: str,
     *,
     head_dim: int = 64,
@@ -23,12 +23,12 @@ def launch(
     capability: int = 75,
     tile: Tile | None = None,
     **tile_fields: int,
-) -> Launch:
-    """A launch of "forward", "dkdv" or "dq" with a tile, or the default of a capability with other tile_fields.
+) -> list[Launch]:
+    """What launches "forward", "dkdv" or "dq" with a tile, or the default of a capability with other tile_fields.
 
     Raises ValueError for a value that the kernels do not take.
     """
-    from .backward import dkdv_launch, dq_launch  # which import Triton
+    from .backward import dkdv_launches, dq_launch  # which import Triton
     from .forward import forward_launch
 
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
@@ -46,10 +46,10 @@ def launch(
     row = torch.empty(2, 8, 1024, device="meta")
     options = {"causal": causal, "scale": head_dim**-0.5, "tile": tile}
     if pass_ == "forward":
-        return forward_launch(q, k, v, o, row, **options)
+        return [forward_launch(q, k, v, o, row, **options)]
     if pass_ == "dkdv":
-        return dkdv_launch(q, k, v, o, k, v, row, row, **options)
-    return dq_launch(q, k, v, o, q, row, row, **options)
+        return dkdv_launches(q, k, v, o, k, v, row, row, **options)
+    return [dq_launch(q, k, v, o, q, row, row, **options)]
 
 
-forward, dkdv, dq = (partial(launch, pass_) for pass_ in ("forward", "dkdv", "dq"))
+forward, dkdv, dq = (partial(launches, pass_) for pass_ in ("forward", "dkdv", "dq"))

@@ -340,8 +340,8 @@ def predict(compiled) -> Prediction:
 # Attention -----------------------------------------------------------------------------------------------------------
 
 # Products of a block of queries, a block of keys and the head dim that a kernel makes of each block of scores. The
-# backward needs 5: dkdv and dq both make S and dP.
-PRODUCTS = {"forward": 2, "dkdv": 4, "dq": 3}
+# backward needs 5: dkdv and dq both make S and dP, and so do dK and dV alone, or S at least.
+PRODUCTS = {"forward": 2, "dkdv": 4, "dk": 3, "dv": 2, "dq": 3}
 BACKWARD_PRODUCTS = 5
 
 
@@ -362,8 +362,8 @@ def tflops(utilisation: float, ghz: float) -> float:
     return utilisation * SMS * PARTITIONS * HMMA_FLOPS / PIPES["tensor"].busy * ghz / 1e3
 
 
-def score_cost(prediction: Prediction, pass_: str, constants: Mapping[str, int]) -> Cost:
-    """The cost of a kernel's score, from a launch's constexpr arguments.
+def score_cost(prediction: Prediction, kernel: str, constants: Mapping[str, int]) -> Cost:
+    """The cost of a score in one of PRODUCTS, from a launch's constexpr arguments.
 
     How many blocks of scores a turn of the loop makes is the smaller of two counts: its HMMAs over those that a block
     needs at least, and the bytes that it loads over those of the two tiles that stream by. The first alone would take
@@ -372,12 +372,12 @@ def score_cost(prediction: Prediction, pass_: str, constants: Mapping[str, int])
     """
     block_m, block_n, main, tail = (constants[name] for name in ("BLOCK_M", "BLOCK_N", "BLOCK_D", "TAIL_D"))
     depth = main + tail
-    hmmas = PRODUCTS[pass_] * 2 * block_m * block_n * depth // HMMA_FLOPS
-    streamed = 2 * 2 * (block_m if pass_ == "dkdv" else block_n) * depth  # bytes of two fp16 tiles
+    hmmas = PRODUCTS[kernel] * 2 * block_m * block_n * depth // HMMA_FLOPS
+    streamed = 2 * 2 * (block_m if kernel in ("dkdv", "dk", "dv") else block_n) * depth  # bytes of two fp16 tiles
     warps = prediction.num_warps
     blocks = min(prediction.hmmas * warps // hmmas, prediction.global_bytes * warps // streamed)
     if not blocks:
-        raise ValueError(f"{pass_}: a turn of the hottest loop has not the products and loads of one block of scores")
+        raise ValueError(f"{kernel}: a turn of the hottest loop has not the products and loads of one block of scores")
     scores = blocks * block_m * block_n
     return Cost(
         prediction.cycles / prediction.programs / scores,

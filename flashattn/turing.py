@@ -420,7 +420,7 @@ def _count_mma(capability: int) -> int | None:
     if os.environ.get("TRITON_INTERPRET") == "1":
         return None
     codegen, launches = (importlib.import_module(f"flashattn.{name}") for name in ("codegen", "launches"))  # above this
-    made = (launches.launch(pass_, capability=capability) for pass_ in ("forward", "dkdv", "dq"))
+    made = [one for pass_ in ("forward", "dkdv", "dq") for one in launches.launches(pass_, capability=capability)]
     try:
         return min(sum(codegen.compile_for(launch, capability).mma.values()) for launch in made)
     except Exception:  # a Triton that is not known may not compile them, and raise whatever it likes

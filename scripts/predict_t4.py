@@ -2,7 +2,8 @@
 
 Prints a row for each tile, then forward and backward against what SDPA's kernels have in the same model. "useful" is
 the utilisation of the tensor cores by FLOPs that count: not padding of the head dim, nor products that several warps
-repeat. A row of dkdv or dq counts all of its own products; the backward's rows count 5 of the 7 that both make.
+repeat. A row counts all products of its kernel, the backward's rows 5 of the 7 or 8 that its kernels make: dkdv, or dk
+and dv where the tile has them apart, and dq.
 "ins/kF" and "B/kF" are warp instructions and bytes through shared memory for a thousand useful FLOP.
 "TF 1.59" and "TF 1.0" are useful TFLOP/s at these GHz, "aim" is what the project set out to reach.
 Nothing here was measured; docs/t4_model.md says how far to trust it.
@@ -16,6 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -48,7 +50,7 @@ FORWARD_BACKWARD_AIM = 1.9  # times SDPA's speed, head dim 64
 
 
 class Case(NamedTuple):
-    """A kernel to predict; rank is the tile's place among the candidates, 0 the default."""
+    """A tile to predict; rank is its place among the candidates, 0 the default."""
 
     pass_: str
     head_dim: int
@@ -56,9 +58,8 @@ class Case(NamedTuple):
     rank: int
     tile: configs.Tile
 
-    @property
-    def key(self) -> str:
-        return f"{self.pass_} d{self.head_dim} {'causal' if self.causal else 'full'}"
+    def key(self, kernel: str) -> str:
+        return f"{kernel} d{self.head_dim} {'causal' if self.causal else 'full'}"
 
 
 def cases(passes: Iterable[str], head_dims: Iterable[int], causal: Iterable[bool], first: bool = False) -> list[Case]:
@@ -79,24 +80,25 @@ def tile_name(tile: configs.Tile) -> str:
     return " ".join([f"{tile.block_m}x{tile.block_n} w{tile.num_warps}", *levers, *limit])
 
 
-def row(case: Case) -> dict[str, object]:
-    """The columns of a case; "result" is "ok", or why there is no prediction."""
-    tile = case.tile
-    columns = {
-        "kernel": case.key,
-        "rank": case.rank,
-        "tile": tile_name(tile),
-    }
+def case_rows(case: Case) -> list[dict[str, object]]:
+    """A row for each kernel of a case: one, or dk and dv where the tile has them apart."""
+    made = launches.launches(case.pass_, head_dim=case.head_dim, causal=case.causal, tile=case.tile)
+    kernels = ("dk", "dv") if case.tile.apart else (case.pass_,)
+    return [row(case, *pair) for pair in zip(kernels, made, strict=True)]
+
+
+def row(case: Case, kernel: str, launch: codegen.Launch) -> dict[str, object]:
+    """The columns of a kernel; "result" is "ok", or why there is no prediction."""
+    columns = {"kernel": case.key(kernel), "rank": case.rank, "tile": tile_name(case.tile)}
     try:
-        launch = launches.launch(case.pass_, head_dim=case.head_dim, causal=case.causal, tile=tile)
         compiled = codegen.compile_for(launch, 75)
         columns |= {name: getattr(compiled, name) for name in ("registers", "stack_bytes", "shared_bytes")}
         found = sm75.predict(compiled)
-        cost = sm75.score_cost(found, case.pass_, launch.constants)
+        cost = sm75.score_cost(found, kernel, launch.constants)
     except Exception as error:  # the compiler raises what it likes; the other tiles still have their rows
         lines = str(error).strip().splitlines() or [""]
         return columns | {"result": f"{type(error).__name__}: {lines[-1]}"}
-    products = sm75.PRODUCTS[case.pass_]
+    products = sm75.PRODUCTS[kernel]
     useful = cost.useful(products, case.head_dim)
     kflop = 2 * products * case.head_dim / 1000  # useful ones, a score
     return columns | {
@@ -123,45 +125,53 @@ def _not_interpreted() -> None:
 
 
 def rows(wanted: Sequence[Case], processes: int | None = None) -> list[dict[str, object]]:
-    """A row of each case, compiled and simulated in processes of their own; a compiler that dies is a row, too."""
+    """The rows of each case, compiled and simulated in processes of their own; a compiler that dies is a row, too."""
     spawn = multiprocessing.get_context("spawn")
 
     def pool(size: int) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(size, spawn, _not_interpreted)
 
     with pool(processes or os.cpu_count() or 1) as together:
-        futures = [together.submit(row, case) for case in wanted]
+        futures = [together.submit(case_rows, case) for case in wanted]
     found = []
     for case, future in zip(wanted, futures, strict=True):
         try:
-            found.append(future.result())
+            found += future.result()
         except BrokenProcessPool:  # it took the others with it: which one was it?
             with pool(1) as alone:
                 try:
-                    found.append(alone.submit(row, case).result())
+                    found += alone.submit(case_rows, case).result()
                 except BrokenProcessPool:
-                    found.append({"kernel": case.key, "rank": case.rank, "result": "the compiler's process died"})
+                    died = {"kernel": case.key(case.pass_), "rank": case.rank, "result": "the compiler's process died"}
+                    found.append(died)
     return found
 
 
 # What it comes to ----------------------------------------------------------------------------------------------------
 
 
-def _cost(of: dict[str, object]) -> sm75.Cost:
-    return sm75.Cost(*(of[f"score_{name}"] for name in sm75.Cost._fields))
+def _cost(rows: Iterable[dict[str, object]]) -> sm75.Cost:
+    """Of a score in all the kernels."""
+    return sm75.Cost(*(sum(r[f"score_{name}"] for r in rows) for name in sm75.Cost._fields))
 
 
 def useful(found: Iterable[dict], pass_: str, head_dim: int, mask: str, default: bool) -> float | None:
     """Useful utilisation of "forward" or "backward" with the default tiles, or the best; None without a row."""
-    total = [0.0, 0.0, 0.0]
-    for kernel in ("dkdv", "dq") if pass_ == "backward" else (pass_,):
-        good = [r for r in found if r["kernel"] == f"{kernel} d{head_dim} {mask}" and r["result"] == "ok"]
-        good = [r for r in good if r["rank"] == 0] if default else good
+    best = []
+    for kernels in (("dkdv", "dk", "dv"), ("dq",)) if pass_ == "backward" else ((pass_,),):
+        names = [f"{kernel} d{head_dim} {mask}" for kernel in kernels]
+        tiles = defaultdict(list)
+        for r in found:
+            if r["kernel"] in names:
+                tiles[r["rank"]].append(r)
+        if default:
+            tiles = {0: tiles[0]} if 0 in tiles else {}
+        good = [rows for rows in tiles.values() if all(r["result"] == "ok" for r in rows)]
         if not good:
             return None
-        total = [x + y for x, y in zip(total, min(map(_cost, good)), strict=True)]
+        best += min(good, key=_cost)
     products = sm75.BACKWARD_PRODUCTS if pass_ == "backward" else sm75.PRODUCTS[pass_]
-    return sm75.Cost(*total).useful(products, head_dim)
+    return _cost(best).useful(products, head_dim)
 
 
 def forward_backward_ratio(forward: float, backward: float) -> float:

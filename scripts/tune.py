@@ -7,27 +7,33 @@ up from then on; deleting it brings the shipped tiles back. float16 and bfloat16
 import argparse
 import os
 import sys
+from functools import partial
 
 import torch
 
 from flashattn import configs, measure
-from flashattn.backward import dkdv_launch, dq_launch
+from flashattn.backward import dkdv_launches, dq_launch
 from flashattn.forward import forward, forward_launch
 
 TOKENS, WIDTH = 16384, 2048  # batch x length, and heads x head dim: enough to fill a GPU
 
 
 def launches(q, k, v, do, causal):
-    """{pass: a function of a tile that gives its launch}, on the result of a forward pass."""
+    """{pass: a function of a tile that gives its launches}, on the result of a forward pass."""
     options = {"causal": causal, "scale": q.shape[-1] ** -0.5}
-    o, lse_log2 = forward(q, k, v, **options, tile=configs.choose("forward", q, q.shape[2], causal))
+    o, lse_log2 = forward(q, k, v, **options)
     delta = (o.float() * do.float()).sum(-1)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     return {
-        "forward": lambda tile: forward_launch(q, k, v, o, lse_log2, **options, tile=tile),
-        "dkdv": lambda tile: dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, **options, tile=tile),
-        "dq": lambda tile: dq_launch(q, k, v, do, dk, lse_log2, delta, **options, tile=tile),
+        "forward": lambda tile: [forward_launch(q, k, v, o, lse_log2, **options, tile=tile)],
+        "dkdv": lambda tile: dkdv_launches(q, k, v, do, dk, dv, lse_log2, delta, **options, tile=tile),
+        "dq": lambda tile: [dq_launch(q, k, v, do, dk, lse_log2, delta, **options, tile=tile)],
     }
+
+
+def run(made):
+    for launch in made:
+        launch.run()
 
 
 def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
@@ -38,7 +44,8 @@ def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
     fastest = {}
     for pass_, launch in launches(q, k, v, do, causal).items():
         tiles = configs.candidates(pass_, gpu, dtype, head_dim)
-        times = {tile: measure.time(launch(tile).run, budget_ms, device=q.device).median_ms for tile in tiles}
+        calls = {tile: partial(run, launch(tile)) for tile in tiles}
+        times = {tile: measure.time(call, budget_ms, device=q.device).median_ms for tile, call in calls.items()}
         best = min(times, key=times.get)
         kind = pass_, gpu, dtype, head_dim, configs.length_bucket(seqlen), causal
         fastest[configs.tuned_key(*kind)] = best

@@ -1,4 +1,4 @@
-"""Compile shipped tiles for an architecture that need not be at hand; a line of JSON for each.
+"""Compile shipped tiles for an architecture that need not be at hand; a line of JSON for each kernel.
 
     compile_tiles.py CAPABILITY WHICH PASS DTYPE HEAD_DIM...
 
@@ -14,7 +14,7 @@ import torch
 
 from flashattn import configs
 from flashattn.codegen import compile_for
-from flashattn.launches import launch, shipped_tiles
+from flashattn.launches import launches, shipped_tiles
 
 
 def main(capability, which, pass_, dtype, *head_dims):
@@ -22,20 +22,21 @@ def main(capability, which, pass_, dtype, *head_dims):
     for head_dim in map(int, head_dims):
         for tile in shipped_tiles(pass_, head_dim, dtype, capability)[: 1 if which == "default" else None]:
             for causal in (True,) if dtype == torch.float32 else (False, True):
-                made = compile_for(launch(pass_, head_dim=head_dim, causal=causal, dtype=dtype, tile=tile), capability)
-                row = {
-                    "pass": pass_,
-                    "head_dim": head_dim,
-                    "causal": causal,
-                    "tile": asdict(tile),
-                    "promised": configs.smem_bytes(pass_, tile, head_dim, dtype.itemsize, capability),
-                    "mma": made.mma,
-                    "forbidden": [name for name in ("cp.async", "bf16", "tf32") if name in made.ptx],
-                    "registers": made.registers,
-                    "stack_bytes": made.stack_bytes,
-                    "shared_bytes": made.shared_bytes,
-                }
-                print(json.dumps(row), flush=True)
+                for launch in launches(pass_, head_dim=head_dim, causal=causal, dtype=dtype, tile=tile):
+                    made = compile_for(launch, capability)
+                    row = {
+                        "pass": pass_,
+                        "head_dim": head_dim,
+                        "causal": causal,
+                        "tile": asdict(tile),
+                        "promised": configs.smem_bytes(pass_, tile, head_dim, dtype.itemsize, capability),
+                        "mma": made.mma,
+                        "forbidden": [name for name in ("cp.async", "bf16", "tf32") if name in made.ptx],
+                        "registers": made.registers,
+                        "stack_bytes": made.stack_bytes,
+                        "shared_bytes": made.shared_bytes,
+                    }
+                    print(json.dumps(row), flush=True)
 
 
 if __name__ == "__main__":

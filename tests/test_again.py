@@ -1,12 +1,10 @@
 """A call like an earlier one takes a short cut (interface._kind, codegen.Again): it must compute the same."""
 
-from functools import partial
-
 import pytest
 import torch
 from oracle import DEVICE, inputs
 
-from flashattn import attention, autograd, codegen, interface
+from flashattn import attention, autograd, codegen, configs, interface
 
 
 def gradients(q, k, v, do, **options):
@@ -71,6 +69,17 @@ def test_a_second_call_asks_triton_nothing(launches):
     assert len(launches) == 4
     gradients(*tensors, torch.randn_like(tensors[0]), scale=0.5)
     assert len(launches) == 8
+
+
+@pytest.mark.gpu
+def test_a_tile_is_chosen_anew_after_tuning(launches, monkeypatch):
+    tensors = inputs(1, 2, 100, 100, 64)
+    attention(*tensors)
+    seen = len(launches)
+    monkeypatch.setattr(configs, "tunings", configs.tunings + 1)
+    attention(*tensors)
+    attention(*tensors)
+    assert len(launches) == seen + 1
 
 
 @pytest.mark.gpu
@@ -170,8 +179,9 @@ def test_launch_remembers_by_key():
             return Made(-self.number)
 
     again = {}
-    for number, key in ((1, "a"), (2, "a"), (3, "b"), (4, "a")):
-        codegen.launch(partial(Made, number), ("q", "k"), key, again)
-    assert ran == [(1, ()), (-1, ("q", "k")), (3, ()), (-1, ("q", "k"))]
-    codegen.launch(lambda: Made(5), ("q",), "a", None)
-    assert ran[-1] == (5, ())
+    for number, key in ((1, "a"), (3, "a"), (5, "b"), (7, "a")):
+        codegen.launch(lambda: [Made(number), Made(number + 1)], ("q", "k"), key, again)  # noqa: B023
+    first, second = [(1, ()), (2, ())], [(-1, ("q", "k")), (-2, ("q", "k"))]
+    assert ran == [*first, *second, (5, ()), (6, ()), *second]
+    codegen.launch(lambda: [Made(9)], ("q",), "a", None)
+    assert ran[-1] == (9, ())

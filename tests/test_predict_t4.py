@@ -241,6 +241,23 @@ def test_summary_of_rows():
     assert both == pytest.approx((1 / 0.332 + 2.5 / 0.282) / (1 / 0.5 + 2.5 / (5 / 14)))
 
 
+def test_dk_and_dv_apart_are_one_candidate():
+    ideal = 2 * 64 / 1024
+    rows = [made("dk d64 full", 6 * ideal), made("dv d64 full", 4 * ideal), made("dq d64 full", 6 * ideal)]
+    rows.append(made("dkdv d64 full", 8 * ideal, rank=1))
+    (line,) = [line for line in predict_t4.summary(rows) if line["what"] == "backward d64 full"]
+    assert line["default"] == pytest.approx(5 / 16) and line["best"] == pytest.approx(5 / 14)
+    rows[1]["result"] = "does not fit"
+    assert predict_t4.useful(rows, "backward", 64, "full", default=True) is None
+    assert predict_t4.useful(rows, "backward", 64, "full", default=False) == pytest.approx(5 / 14)
+
+
+def test_a_tile_with_dk_and_dv_apart_has_two_rows():
+    tile = Tile(16, 64, 4, hold=True, apart=True)
+    found = predict_t4.rows([predict_t4.Case("dkdv", 32, False, 0, tile)], processes=1)
+    assert [(r["kernel"], r["result"]) for r in found] == [("dk d32 full", "ok"), ("dv d32 full", "ok")]
+
+
 def test_measured_is_the_longest_length_of_a_t4_run(tmp_path):
     lines = predict_t4.summary([made("forward d64 full", 2 * 2 * 64 / 1024)])
     assert {line["measured"] for line in predict_t4.beside_measured(lines, tmp_path)} == {None}

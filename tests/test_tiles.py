@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from oracle import DEVICE, dense, inputs, score_condition
+from oracle import DEVICE, dense, inputs
 
 from flashattn import configs, turing
 from flashattn.configs import DEVICES, PASSES, TILES, Device, Tile
-from flashattn.testing import check
+from flashattn.testing import check, score_condition
 
 HERE = configs.device_of(torch.device(DEVICE))
 
@@ -35,7 +35,7 @@ def every_tile():
 
 def tile_id(value):
     if isinstance(value, Tile):
-        flags = "r" * value.reload + "h" * value.hold + "s" * value.split
+        flags = "r" * value.reload + "h" * value.hold + "s" * value.split + "a" * value.apart
         return f"{value.block_m}x{value.block_n}w{value.num_warps}s{value.num_stages}{flags}"
     return str(value)
 
@@ -199,7 +199,9 @@ def test_tuned_tiles_are_picked_up(tuned):
     q = torch.empty(1, 1, 1, 64, dtype=torch.float16)
     tiles = configs.candidates("forward", tuned, torch.float16, 64)
     assert configs.choose("forward", q, 900, True) == tiles[0]
+    before = configs.tunings
     path = configs.save_tuned(tuned, {configs.tuned_key("forward", tuned, torch.float16, 64, 1024, True): tiles[2]})
+    assert configs.tunings == before + 1
     assert path.name.startswith("Some_GPU_24_GB_triton") and path.name.endswith("_stock.json")
     assert configs.choose("forward", q, 900, True) == tiles[2]
     assert configs.choose("forward", q.bfloat16(), 1024, True) == tiles[2]

@@ -46,14 +46,18 @@ class Instruction(NamedTuple):
     bits: int = 0
 
 
-def _tool(name: str, *arguments: str, cubin: bytes) -> str:
+def tool(name: str) -> Path:
+    """The path of nvdisasm or cuobjdump."""
     import triton
 
-    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+    return Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+
+
+def _tool(name: str, *arguments: str, cubin: bytes) -> str:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "kernel.cubin")
         file.write_bytes(cubin)
-        done = subprocess.run([path, *arguments, file], capture_output=True, text=True)
+        done = subprocess.run([tool(name), *arguments, file], capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{name}: {done.stderr.strip() or f'exit code {done.returncode}'}")
     return done.stdout
@@ -116,10 +120,10 @@ def pipe_mix(loop: list[Instruction]) -> dict[str, int]:
     return dict(Counter(pipe_of(instruction.name) for instruction in loop).most_common())
 
 
-def resource_usage(cubin: bytes) -> tuple[int, int]:
-    """Registers and stack bytes (spills) a thread."""
+def resource_usage(cubin: bytes, kernel: str = "") -> tuple[int, int]:
+    """Registers and stack bytes (spills) a thread; of the kernel with this in its name, where a cubin has several."""
     text = _tool("cuobjdump", "--dump-resource-usage", cubin=cubin)
-    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    found = re.compile(r"REG:(\d+) STACK:(\d+)").search(text, max(text.find(kernel), 0))
     if not found:
         raise RuntimeError(f"cuobjdump told no resource usage: {text!r}")
     return int(found[1]), int(found[2])

@@ -294,13 +294,14 @@ class Prediction:
     stalls: dict[str, float]
 
 
-def predict(compiled) -> Prediction:
-    """The model's word on a codegen.Compiled for sm_75.
+def predict(compiled, executed: list[Instruction] | None = None) -> Prediction:
+    """The model's word on a codegen.Compiled for sm_75; executed, if given, takes the place of its hottest loop's turn.
 
-    Raises ValueError where it has no loop with tensor-core instructions, or fits no SM.
+    Raises ValueError where that has no tensor-core instructions, or the kernel fits no SM.
     """
-    loop = sass.hottest_loop(sass.parse(sass.listing(compiled.cubin, bits=True)))
-    executed = turn(loop) if loop else []
+    if executed is None:
+        loop = sass.hottest_loop(sass.parse(sass.listing(compiled.cubin, bits=True)))
+        executed = turn(loop) if loop else []
     hmmas = sum(instruction.name.startswith("HMMA") for instruction in executed)
     ops = [decode(instruction) for instruction in executed]
     programs, warps = compiled.blocks_per_sm, compiled.num_warps
@@ -362,6 +363,15 @@ def tflops(utilisation: float, ghz: float) -> float:
     return utilisation * SMS * PARTITIONS * HMMA_FLOPS / PIPES["tensor"].busy * ghz / 1e3
 
 
+def turn_cost(prediction: Prediction, scores: int) -> Cost:
+    """The cost of each of the scores that a program makes in a turn."""
+    return Cost(
+        prediction.cycles / prediction.programs / scores,
+        prediction.instructions * prediction.num_warps / scores,
+        prediction.shared_bytes * prediction.num_warps / scores,
+    )
+
+
 def score_cost(prediction: Prediction, kernel: str, constants: Mapping[str, int]) -> Cost:
     """The cost of a score in one of PRODUCTS, from a launch's constexpr arguments.
 
@@ -378,9 +388,4 @@ def score_cost(prediction: Prediction, kernel: str, constants: Mapping[str, int]
     blocks = min(prediction.hmmas * warps // hmmas, prediction.global_bytes * warps // streamed)
     if not blocks:
         raise ValueError(f"{kernel}: a turn of the hottest loop has not the products and loads of one block of scores")
-    scores = blocks * block_m * block_n
-    return Cost(
-        prediction.cycles / prediction.programs / scores,
-        prediction.instructions * warps / scores,
-        prediction.shared_bytes * warps / scores,
-    )
+    return turn_cost(prediction, blocks * block_m * block_n)

@@ -238,7 +238,7 @@ def test_summary_of_rows():
     assert lines["backward d64 full"]["default"] == pytest.approx(5 / 14)
     assert lines["forward d128 full"]["default"] is None
     both = lines["forward with backward d64, times SDPA"]["default"]
-    assert both == pytest.approx((1 / 0.332 + 2.5 / 0.282) / (1 / 0.5 + 2.5 / (5 / 14)))
+    assert both == pytest.approx((1 / 0.332 + 2.5 / 0.260) / (1 / 0.5 + 2.5 / (5 / 14)))
 
 
 def test_dk_and_dv_apart_are_one_candidate():

@@ -31,13 +31,13 @@ QUICK_TUNE = "--head-dims 64 --seq-lens 2048 --causal yes --budget-ms 10".split(
 
 # Minutes of a step on Kaggle, (quick, full). Estimates, with no T4 at hand, from what each is made of:
 # - compiling a kernel for sm_75: 1 s on a core of an AMD EPYC, taken as 3 s there. The tests of a quick run need some
-#   65 in each pass, both passes at once on 4 cores that count as 2.5; the tuner 12 or 48, the benchmark 6 or 25.
+#   65 in each pass, both passes at once on 4 cores that count as 2.5; the tuner 10 or 38, the benchmark 6 or 25.
 # - all tests: 94 s by 8 processes beside an NVIDIA H200 when they were 808, so 980 s of a core for the 1,047 of now;
 #   taken as twice that, for both passes.
 # - useful operations of the benchmark times the calls of a measurement (a check, two peaks of memory, two calls to
 #   plan, five turns), at rates near those that others saw on a T4 (flashattn 20 TFLOP/s, SDPA EFFICIENT 15, naive
 #   attention 3, SDPA MATH 2, a matrix product 22, fp64 0.2): up to length 16,384 0.7 minutes or 10.2, the two lengths
-#   beyond none or 6.8, grouped heads 0.5 or 1, the host's cost less; of the tuner none or 7.
+#   beyond none or 6.8, grouped heads 0.5 or 1, the host's cost less; of the tuner none or 1.5.
 # - three times without a pause, 5 s after 5 s of rest or 60 s after 10 s: half a minute or 3.5. FlexAttention, taken to
 #   refuse after half a minute of compiling for each kind of kernel: 2 kinds or 8, so 1 minute or 4. What else the
 #   benchmark does took 2 minutes beside the H200, in full and with fewer parts; taken as 1 or 4.
@@ -45,7 +45,7 @@ QUICK_TUNE = "--head-dims 64 --seq-lens 2048 --causal yes --budget-ms 10".split(
 # - 13 Triton releases: 6 minutes on two cores of that EPYC, taken as 12, and 2.5 GB to download.
 MINUTES = {
     TESTS: (4, 26),
-    TUNE: (1, 10),
+    TUNE: (1, 4),
     BENCHMARK: (4, 31),
     "03_triton_versions": (3, 15),
     "04_t4_predicted": (4, 4),

@@ -205,7 +205,7 @@ TILES: Mapping[str, Table] = _frozen(
                 64: (
                     Tile(128, 64, 4, **_KV_AHEAD, registers=255, stack_bytes=16),
                     Tile(128, 32, 4, **_KV_AHEAD, max_registers=168, registers=168, stack_bytes=48),
-                    Tile(128, 64, 4, **_K_AHEAD, registers=255, stack_bytes=8),
+                    Tile(256, 64, 8, **_KV_AHEAD, registers=255, stack_bytes=16),
                     Tile(64, 64, 4, **_K, registers=178, stack_bytes=8),
                 ),
                 80: (
@@ -221,6 +221,7 @@ TILES: Mapping[str, Table] = _frozen(
                 128: (
                     Tile(128, 64, 8, **_KV_AHEAD, registers=255),
                     Tile(128, 16, 4, **_KQ, registers=255, stack_bytes=16),
+                    Tile(256, 32, 8, **_KQ, registers=255, stack_bytes=288),
                     Tile(64, 32, 4, **_K, registers=238),
                 ),
                 160: (
@@ -433,7 +434,7 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     and m*n [P or dS] more where the output's tile is wider than tall, c > m (c > n for dkdv): its warps are then laid
     out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses.
     A forward tile with Q in registers has it pass m*16 + 16*d at a time before the loop, K and V in it, together only
-    with v_ahead, and m*(c + 8) after it, where the output is turned round for its store.
+    with v_ahead, and after it c + 8 for each of m rows, or of 16 a warp, where the output is turned round for its store.
     Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
     from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta, but for 16
     bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums. On sm_100, whose products take more
@@ -449,7 +450,7 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     own, other = (n * d, m * d) if pass_ == "dkdv" else (m * d, n * d)  # a tile that is kept, one that streams by
     crossing = m * n if own < d * c or itemsize == 4 else 0
     if pass_ == "forward" and tile.q_in_registers:
-        return max((1 + tile.v_ahead) * other, m * (c + 8)) * itemsize
+        return max((1 + tile.v_ahead) * other, min(m, 16 * tile.num_warps) * (c + 8)) * itemsize
     if tile.hold:
         return max(own // d * (c + 8), 3 * other) * itemsize
     if pass_ == "forward":

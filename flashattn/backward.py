@@ -1,8 +1,8 @@
-"""Backward pass: FlashAttention-2, algorithm 2, as two kernels, so that no sum needs an atomic.
+"""Backward pass: FlashAttention-2, algorithm 2, with a kernel for dK and dV and one for dQ: no sum needs an atomic.
 
 With P = exp2(S * scale * log2(e) - lse_log2), dP = dO V^T and delta = rowsum(dO * O):
     dS = P * (dP - delta),   dV = P^T dO,   dK = scale * dS^T Q,   dQ = scale * dS K.
-A gradient of the natural lse adds dlse * P to dS: it is subtracted from delta. Both kernels rebuild P from
+A gradient of the natural lse adds dlse * P to dS: it is subtracted from delta. Each kernel rebuilds P from
 lse_log2, which is kept in base 2: a change of base would round it twice more, and P is as wrong as lse is.
 """
 
@@ -49,6 +49,7 @@ def delta_kernel(
     HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, STRIDE_UNIT: tl.constexpr,
     HAS_DLSE: tl.constexpr,
 ):  # fmt: skip
+    """delta = rowsum(dO * O) of one query block."""
     blocks = tl.cdiv(seqlen_q, BLOCK_M)
     start_m = tl.program_id(0) % blocks * BLOCK_M
     batch_head = tl.program_id(0) // blocks
@@ -99,7 +100,7 @@ def _accumulate_dkdv(
         if RELOAD:
             k, k_tail = load_parts(
                 k_ptr, start_n, seqlen_k, stride_kn, stride_kd,
-                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, RELOAD,
+                BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, VOLATILE=RELOAD,
             )  # fmt: skip
         if HOLD and not MASKED:
             q, q_tail = loaded(q_bits, q_tail_bits, q_ptr)
@@ -140,7 +141,7 @@ def _accumulate_dkdv(
             if RELOAD:
                 v, v_tail = load_parts(
                     v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
-                    BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, RELOAD,
+                    BLOCK_N, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, True, VOLATILE=RELOAD,
                 )  # fmt: skip
             dp = dot_parts(v, v_tail, do, do_tail, TAIL_D)  # [BLOCK_N, BLOCK_M]
             if MASKED:
@@ -172,9 +173,10 @@ def dkdv_kernel(
     WITH_DK: tl.constexpr, WITH_DV: tl.constexpr, RELOAD: tl.constexpr, HOLD: tl.constexpr,
     ROW_Q: tl.constexpr, ROW_DO: tl.constexpr,
 ):  # fmt: skip
-    """dK and dV of one key block, over every query head of its group.
+    """dK and dV of one key block, over every query head of its group; one of them where WITH_DV or WITH_DK is False.
 
-    RELOAD loads K and V anew for every query block: shared memory then holds one of them at a time.
+    RELOAD loads K and V anew for every query block: shared memory then holds one of them at a time. HOLD, PIPELINED:
+    see configs.Tile.
     """
     stride_qm = row_stride(stride_qm, ROW_Q)
     stride_dom = row_stride(stride_dom, ROW_DO)
@@ -306,7 +308,7 @@ def dq_kernel(
     STRIDE_UNIT: tl.constexpr, CAUSAL: tl.constexpr, PIPELINED: tl.constexpr, HOLD: tl.constexpr,
     ROW_K: tl.constexpr, ROW_V: tl.constexpr,
 ):  # fmt: skip
-    """dQ of one query block."""
+    """dQ of one query block. HOLD, PIPELINED: see configs.Tile."""
     stride_kn = row_stride(stride_kn, ROW_K)
     stride_vn = row_stride(stride_vn, ROW_V)
     blocks = tl.cdiv(seqlen_q, BLOCK_M)

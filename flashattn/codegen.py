@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import os
 import re
 import sys
 from collections import Counter
@@ -339,6 +340,13 @@ def _load(spec: str) -> Any:
     return getattr(module, name)
 
 
+def _names(launches: list[Launch]) -> list[str]:
+    """The kernels' names, with what one does and not all: dkdv_kernel, or dkdv_kernel_WITH_DK and _WITH_DV."""
+    done = [{name for name, value in launch.constants.items() if value is True} for launch in launches]
+    own = [sorted(names - set.intersection(*done)) for names in done]
+    return ["_".join([_plain(launch.kernel)[0].__name__, *names]) for launch, names in zip(launches, own, strict=True)]
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m flashattn.codegen",
@@ -359,6 +367,8 @@ def _parser() -> argparse.ArgumentParser:
 def main(arguments: list[str] | None = None) -> None:
     parser = _parser()
     options = parser.parse_intermixed_args(arguments)
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        parser.error("TRITON_INTERPRET: got 1, accepted is no value: nothing compiles under the interpreter")
     capability = re.fullmatch(r"sm_?(\d+)a?", options.arch)
     if not capability or int(capability[1]) not in sass.MULTIPROCESSORS:
         known = ", ".join(f"sm_{number}" for number in sass.MULTIPROCESSORS)
@@ -385,16 +395,16 @@ def main(arguments: list[str] | None = None) -> None:
         else:
             parser.error(f"{options.kernel}: is {type(found).__name__}, accepted is a Triton kernel")
         compiled = [compile_for(launch, capability, restored=not options.stock) for launch in launches]
+        compiled = [dataclasses.replace(one, name=name) for one, name in zip(compiled, _names(launches), strict=True)]
     except Exception as error:  # a file's own, a wrong argument, or the compiler's, which raises whatever it likes
         lines = str(error).strip().splitlines() or [""]
         parser.exit(1, f"{options.kernel}: {type(error).__name__}: {lines[-1]}\n")
     print(*compiled, sep="\n\n")
-    for number, one in enumerate(compiled) if options.save else ():
+    for one in compiled if options.save else ():
         options.save.mkdir(parents=True, exist_ok=True)
-        file = options.save / (f"{one.name}_{number}" if number else one.name)
-        file.with_suffix(".ptx").write_text(one.ptx)
-        file.with_suffix(".cubin").write_bytes(one.cubin)
-        file.with_suffix(".sass").write_text(sass.listing(one.cubin))
+        (options.save / f"{one.name}.ptx").write_text(one.ptx)
+        (options.save / f"{one.name}.cubin").write_bytes(one.cubin)
+        (options.save / f"{one.name}.sass").write_text(sass.listing(one.cubin))
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ FUSED = {"enable_fp_fusion": True}  # products and sums in one FFMA: said, since
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a query block and of a key block, warps a program, and stages of the load pipeline.
+    """Rows of a query block and of a key block, warps a program, and stages of the load pipeline (several: PIPELINED).
 
     reload (dK/dV only) loads K and V anew for each query block, where shared memory cannot hold both.
     Forward only, and for sm_75, where nothing loads behind a kernel's back: q_in_registers keeps Q there and not in
@@ -434,7 +434,7 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     and m*n [P or dS] more where the output's tile is wider than tall, c > m (c > n for dkdv): its warps are then laid
     out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses.
     A forward tile with Q in registers has it pass m*16 + 16*d at a time before the loop, K and V in it, together only
-    with v_ahead, and after it c + 8 for each of m rows, or of 16 a warp, where the output is turned round for its store.
+    with v_ahead, and after it c + 8 for each of m rows, or of 16 a warp, to turn the output round for its store.
     Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
     from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta, but for 16
     bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums. On sm_100, whose products take more

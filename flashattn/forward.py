@@ -72,7 +72,7 @@ def _attend(
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
         if TAIL_D:
             acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")  # [BLOCK_M, TAIL_D]
-        # The last block has no next: it loads itself again, since a masked load would be waited for at once.
+        # The last block has no next: it loads keys that are there again, since a masked load is waited for at once.
         following = tl.minimum(start_n + BLOCK_N, end - 1)
         if K_AHEAD and not MASKED:
             k_bits, k_tail_bits = load_ahead(
@@ -104,6 +104,7 @@ def forward_kernel(
     Q_IN_REGISTERS: tl.constexpr, K_TRANSPOSED: tl.constexpr, K_AHEAD: tl.constexpr, V_AHEAD: tl.constexpr,
     INTEGER_P: tl.constexpr, ROW_K: tl.constexpr, ROW_V: tl.constexpr,
 ):  # fmt: skip
+    """o and lse of one query block. PIPELINED to INTEGER_P are choices of configs.Tile."""
     stride_kn = row_stride(stride_kn, ROW_K)
     stride_vn = row_stride(stride_vn, ROW_V)
     blocks = tl.cdiv(seqlen_q, BLOCK_M)

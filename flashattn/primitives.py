@@ -272,7 +272,8 @@ def load_ahead(
 ):  # fmt: skip
     """load_parts() of 16-bit elements as integers, for a loop to carry to its head.
 
-    Where loaded() makes tiles of them, they go to shared memory, behind one barrier.
+    What a dot takes would go to shared memory at once. Integers do where loaded() makes tiles of them, behind one
+    barrier.
     """
     x, tail = load_parts(
         row_ptr, start, seqlen, stride_row, stride_d,

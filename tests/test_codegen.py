@@ -108,6 +108,13 @@ def test_report_on_a_shipped_kernel(tmp_path):
 MATMUL = [ROOT / "tests" / "foreign_kernels.py", "*fp16, *fp16, *fp16, i32, i32:16, i32:16"]
 
 
+def test_dk_and_dv_apart_have_two_reports(tmp_path):
+    report = command("dkdv", "head_dim=32", "block_m=16", "block_n=64", "hold=True", "apart=True", "--save", tmp_path)
+    assert report["kernel"].startswith("dkdv_kernel_WITH_DV for sm_75")  # the second
+    names = [f"dkdv_kernel_WITH_{part}.{kind}" for part in ("DK", "DV") for kind in ("cubin", "ptx", "sass")]
+    assert sorted(path.name for path in tmp_path.iterdir()) == names
+
+
 def test_report_on_any_kernel():
     kernel = f"{MATMUL[0]}:matmul_kernel"
     blocks = ("BLOCK_M=64", "BLOCK_N=64", "BLOCK_K=32", "GROUP=1", "num_stages=3")
@@ -153,6 +160,8 @@ def test_stock_code_of_a_release_without_turing():
         (["--arch", "sm_12", "forward"], "--arch: got sm_12, accepted are sm_75, sm_80"),
         (["forward", "head_dim=300"], "ValueError: head_dim: got 300, accepted are 1 to 256"),
         (["forward", "dtype=float17"], "ValueError: dtype: got float17, accepted are float16, bfloat16, float32"),
+        (["forward", "dtype=bfloat16"], "dtype: got torch.bfloat16, accepted are float16, float32"),
+        (["forward", "block_m=100"], "ValueError: block: got [100], accepted are 16, 32, 64, 128, 256"),
         (["forward", "block=3"], "ValueError: tile: got block, accepted are block_m, block_n, num_warps"),
         (["forward.py"], "forward.py: ValueError: accepted are forward, dkdv, dq, FILE.py:NAME and MODULE:NAME"),
         (["json:dumps"], "json:dumps: is function, accepted is a Triton kernel"),

@@ -43,7 +43,8 @@ class Tile:
     across the columns. What loads ahead is wrong on sm_90: Triton fences tiles off from products after the barrier.
     apart (dK/dV) makes dK and dV in launches of their own: of wide heads, registers do not hold both.
     split holds a head dim such as 80 in two tiles of powers of two of columns, 64 and 16 (head_parts), in place of one
-    of 128. max_registers is what a thread may have, so that one more program fits an SM.
+    of 128. max_registers is what a thread may have: so that one more program fits an SM; or 255, all that there are,
+    since ptxas may else give up and take 64, and memory for the rest.
     registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
     3.6.0 and 3.9.0; tests hold it to them. They are facts about a tile, and tiles compare without them.
     """
@@ -279,7 +280,9 @@ TILES: Mapping[str, Table] = _frozen(
                     Tile(16, 16, 4, split=True, registers=248, stack_bytes=16),
                 ),
                 256: (
-                    Tile(16, 128, 8, hold=True, apart=True, split=True, registers=255, stack_bytes=816),
+                    Tile(
+                        16, 128, 8, hold=True, apart=True, split=True, max_registers=255, registers=255, stack_bytes=816
+                    ),
                     Tile(16, 32, 4, split=True, registers=255, stack_bytes=96),
                     Tile(16, 16, 4, registers=186, stack_bytes=24),
                 ),

@@ -201,8 +201,8 @@ def simulate(
                 due, why = free[op.pipe], f"{op.pipe} pipe"
             warp.due, warp.why = due, why
             soonest = min(soonest, due)
+        wake[number] = max(soonest, slot[number])  # never, where all wait at a barrier: events of before are void
         if soonest < math.inf:
-            wake[number] = max(soonest, slot[number])
             heapq.heappush(events, (wake[number], number))
 
     ends: list[float] = []  # of turns, whichever warp's

@@ -142,6 +142,13 @@ def test_a_barrier_holds_only_its_own_program():
     assert sum(stalls.values()) == pytest.approx(1)
 
 
+def test_a_partition_whose_warps_all_wait_is_woken_by_none_of_them():
+    meeting = op("control", barrier=True)
+    ops = [LOAD, op("special", result=1), LOAD, meeting, BARRIER]
+    took, _ = sm75.simulate(ops, num_warps=8, programs=2, policy="furthest", phase=0.2)
+    assert took >= 2 * 8 * (8 + 8)  # what the load/store unit has to do
+
+
 # The work of a loop --------------------------------------------------------------------------------------------------
 
 # Two programs of four warps with all that a 128 x 64 block at head dim 64 needs, and tensor cores that never rest.

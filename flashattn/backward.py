@@ -402,7 +402,7 @@ def dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, *, causal: bool, scale: fl
 
 
 def dkdv_launches(q, k, v, do, dk, dv, lse_log2, delta, *, tile: Tile, **options) -> list[Launch]:
-    """dkdv_launch() of both, or one for each where the tile holds them apart."""
+    """dkdv_launch() of both, or of each where the tile makes them apart."""
     made = [(dk, None), (None, dv)] if tile.apart and dk is not None and dv is not None else [(dk, dv)]
     return [dkdv_launch(q, k, v, do, *outputs, lse_log2, delta, tile=tile, **options) for outputs in made]
 

@@ -180,7 +180,15 @@ def test_no_credentials(repo, service, capfd, monkeypatch):
     held = kaggle_cli.environment()
     monkeypatch.setattr(kaggle_cli, "environment", lambda: {k: v for k, v in held.items() if k != "KAGGLE_KEY"})
     assert push(repo) == 1
-    assert "kaggle auth login" in capfd.readouterr().err and service.requests == []
+    err = capfd.readouterr().err
+    assert err.startswith("kaggle_push: no credentials that Kaggle accepts: log in, once, with\n") and "said" not in err
+    (line,) = [line.strip() for line in err.splitlines() if "auth login" in line]
+    assert line in (ROOT / "README.md").read_text() and service.requests == []
+
+
+def test_a_long_answer_is_cut_between_words():
+    said = str(kaggle_cli.KaggleError("unheard of " * 100))
+    assert len(said) < 640 and said.endswith((" unheard ...", " of ..."))
 
 
 def test_no_command(repo, capfd, monkeypatch):

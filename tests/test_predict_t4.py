@@ -295,6 +295,25 @@ def test_the_command(tmp_path):
     assert done.stdout.count("dq d32 causal") == len((tmp_path / "rows.csv").read_text().splitlines()) - 1 >= 1
 
 
+def test_columns_stay_in_line_whatever_the_tile(capsys):
+    cost = sm75.score_cost(IDEAL, "forward", FORWARD)
+    row = {"kernel": "forward d64 full"} | predict_t4.predicted(IDEAL, cost, 2, 64)
+    row |= {"registers": 255, "stack_bytes": 0}
+    tiles = ["128x64 w4", "128x64 w4 " + "lever " * 12 + "end"]
+    refused = {"result": "does not fit", "tile": "16x16"}
+    predict_t4.print_rows([*(row | {"tile": tile} for tile in tiles), row | refused])
+    heading, *lines, bad = capsys.readouterr().out.splitlines()
+    assert [line[heading.index("tile") :] for line in lines] == tiles
+    assert lines[0].index("255") + 3 == heading.index("regs") + 4 and bad.endswith("does not fit  16x16")
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_processes_that_are_refused(capsys, number):
+    with pytest.raises(SystemExit, match="2"):
+        predict_t4.main(["--first", "--passes", "dq", "--head-dims", "32", "--processes", number])
+    assert f"--processes: got {number}, accepted are 1 or more" in capsys.readouterr().err
+
+
 def test_a_baseline_needs_a_reason(capsys):
     with pytest.raises(SystemExit, match="2"):
         predict_t4.main(["--write-baseline", " "])

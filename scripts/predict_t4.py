@@ -276,7 +276,8 @@ def write_baseline(reason: str) -> None:
         environment = dict(os.environ)
         if release != turing.triton_version():
             if not (folder := triton_releases.path(release)):
-                raise RuntimeError(f"Triton {release} is not here: scripts/triton_releases.py {release} fetches it")
+                command = f'"$(scripts/setup.sh)" scripts/triton_releases.py {release}'
+                raise RuntimeError(f"Triton {release} is not here: {command} fetches it")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
         found = main_rows(environment)
         if bad := [f"{r['kernel']}: {r['result']}" for r in found if r["result"] != "ok"]:

@@ -184,7 +184,7 @@ def test_the_backward_counts_five_products_of_seven():
 @pytest.mark.slow
 @pytest.mark.parametrize("release", predict_t4.BASELINE_RELEASES)
 def test_no_default_tile_became_worse(release):
-    """If a change is meant: scripts/predict_t4.py --write-baseline REASON, and commit the file."""
+    """If a change is meant: `"$(scripts/setup.sh)" scripts/predict_t4.py --write-baseline REASON`; commit the file."""
     baseline = json.loads(predict_t4.BASELINE.read_text())["triton"][release]
     found = predict_t4.main_rows(with_triton(release, triton.__version__), processes=1)
     assert len(baseline) > 6 * len(predict_t4.MAIN_HEAD_DIMS) and not predict_t4.changes(found, baseline)
@@ -312,6 +312,15 @@ def test_processes_that_are_refused(capsys, number):
     with pytest.raises(SystemExit, match="2"):
         predict_t4.main(["--first", "--passes", "dq", "--head-dims", "32", "--processes", number])
     assert f"--processes: got {number}, accepted are 1 or more" in capsys.readouterr().err
+
+
+def test_release_that_a_baseline_lacks_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(predict_t4.triton_releases, "path", lambda release: None)
+    monkeypatch.setattr(predict_t4.turing, "triton_version", lambda: "another")
+    with pytest.raises(SystemExit, match="1"):
+        predict_t4.main(["--write-baseline", "a test"])
+    command = '"$(scripts/setup.sh)" scripts/triton_releases.py 3.2.0'
+    assert capsys.readouterr().err == f"Triton 3.2.0 is not here: {command} fetches it\n"
 
 
 def test_a_baseline_needs_a_reason(capsys):

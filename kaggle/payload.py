@@ -156,13 +156,14 @@ def _set_parameters(
         raise ValueError(f"parameters: got {parameters}, accepted is what JSON can hold, such as lists and no tuples")
     for name, told in settings.notebook_parameters.items():
         source = nbformat.reads(there[f"{folder}{name}.ipynb"].decode(), as_version=4)
-        known = _assignments(_cell(source, "parameters"))
+        known: dict[str, object] = {}
+        exec(_cell(source, "parameters").source, {}, known)
+        del known["output_dir"]  # run_notebooks.py sets it
         for unknown in {*told} - {*known}:
             raise ValueError(f"notebook_parameters: got {unknown!r} for {name}, accepted are {', '.join(known)}")
         for parameter, value in told.items():
-            default = ast.literal_eval(known[parameter])
-            kinds = (int, float) if type(default) in (int, float) else (type(default), type(None))
-            if default is not None and type(value) not in kinds:
+            default = known[parameter]
+            if not _like(value, default):
                 raise ValueError(
                     f"notebook_parameters: got {value!r} for {name}'s {parameter}, accepted is one like {default!r}"
                 )
@@ -170,6 +171,14 @@ def _set_parameters(
             raise ValueError(f"notebook_parameters: got some for {name}, which is not among the notebooks to be run")
     _assign(cell, {name: repr(value) for name, value in parameters.items()})
     return settings
+
+
+def _like(value: object, default: object) -> bool:
+    """Whether a value's type is one that a notebook takes where it has this default."""
+    if isinstance(value, list) and isinstance(default, list) and default:
+        return {type(x) for x in value} <= {type(x) for x in default}
+    kinds = (int, float) if type(default) in (int, float) else (type(default), type(None))
+    return default is None or type(value) in kinds
 
 
 def _cell(notebook: nbformat.NotebookNode, tag: str) -> nbformat.NotebookNode:

@@ -580,19 +580,26 @@ def _first_line(error: object) -> str:
     return line or type(error).__name__
 
 
+def positive(text: str) -> int:
+    """An argparse type: a whole number from 1 on."""
+    if not (text.isdecimal() and int(text)):
+        raise argparse.ArgumentTypeError(f"got {text!r}, accepted are whole numbers from 1 on")
+    return int(text)
+
+
 def flags(description: str, device: torch.device) -> argparse.ArgumentParser:
     """The flags of both command lines; `device` decides the defaults of the shape."""
     shape = SHAPES[device.type]
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
-    add("--seq-lens", type=int, nargs="+", default=[512, 1024, 2048, 4096], metavar="N", help="lengths")
-    add("--head-dims", type=int, nargs="+", default=[64], metavar="D", help="head dims")
+    add("--seq-lens", type=positive, nargs="+", default=[512, 1024, 2048, 4096], metavar="N", help="lengths")
+    add("--head-dims", type=positive, nargs="+", default=[64], metavar="D", help="head dims")
     add("--causal", nargs="?", choices=CAUSAL, const="yes", default="no", help="with no value it means yes")
     add("--dtype", choices=["float16", "bfloat16", "float32"], default=shape["dtype"], help="of all inputs")
-    add("--tokens", type=int, default=shape["tokens"], help="batch is this / length, unless --batch is given")
-    add("--width", type=int, default=shape["width"], help="heads is this / head dim, unless --heads is given")
-    add("--batch", type=int, help="batch for every length")
-    add("--heads", type=int, help="heads for every head dim")
+    add("--tokens", type=positive, default=shape["tokens"], help="batch is this / length, unless --batch is given")
+    add("--width", type=positive, default=shape["width"], help="heads is this / head dim, unless --heads is given")
+    add("--batch", type=positive, help="batch for every length")
+    add("--heads", type=positive, help="heads for every head dim")
     add("--output", type=Path, default=Path("results/local"), help="folder for the CSV and the PNG")
     return parser
 

@@ -10,6 +10,7 @@ import re
 import shutil
 import subprocess
 import sys
+import textwrap
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -37,6 +38,7 @@ UNDER_WAY = {
 
 # What the command prints: the service's own words, of which nothing is known, and its hint, by the HTTP status.
 NOT_THERE = r"\b404 Client Error|The resource was not found"
+LOGGED_OUT = r"Authentication required|\b401 Client Error"
 NO_ACCESS = r"\b403 Client Error|Permission '[\w.]+' was denied|You don't have access to this resource"
 
 # What it prints, whether asking again may help, and what else there is to do. The first that matches counts.
@@ -57,10 +59,12 @@ REMEDIES = (
         "Kaggle asks for fewer requests: try again in some minutes",
     ),
     (
-        r"Authentication required|\b401 Client Error",
+        LOGGED_OUT,
         False,
-        "no credentials that Kaggle accepts: run `kaggle auth login` in this environment, or save a token from "
-        "kaggle.com/settings/api as ~/.kaggle/access_token; or go by hand, with --dry-run (docs/running.md, Kaggle)",
+        "no credentials that Kaggle accepts: log in, once, with\n"
+        '    PATH="$(dirname "$(scripts/setup.sh)"):$PATH" kaggle auth login\n'
+        "  or save a token from kaggle.com/settings/api as ~/.kaggle/access_token; or go by hand, with --dry-run "
+        "(docs/running.md, Kaggle)",
     ),
     (
         r"push error: .*not found",
@@ -94,7 +98,7 @@ REMEDIES = (
 
 
 class KaggleError(Exception):
-    """What the command said and what to do about it.
+    """What the command said, cut at a word, and what to do about it; for a missing login that alone.
 
     passing: asking again may help; unknown: the service says of a kernel what it says of one that is not there.
     """
@@ -103,10 +107,11 @@ class KaggleError(Exception):
         lines = said.strip().splitlines() or ["nothing"]
         said = plain(" ".join(lines[-1:] if lines[0].startswith("Traceback") else lines))
         said = re.sub(r"(https?://[^\s?]+)\?\S+", r"\1?...", said)  # a signed address is a key
-        known = (entry[1:] for entry in REMEDIES if re.search(entry[0], said))
-        self.passing, remedy = next(known, (False, ""))
+        known = (entry for entry in REMEDIES if re.search(entry[0], said))
+        pattern, self.passing, remedy = next(known, ("", False, ""))
         self.unknown = bool(re.search(f"{NOT_THERE}|{NO_ACCESS}", said))
-        super().__init__("\n  ".join(filter(None, [f"{what or 'kaggle'} said: {said[:600]}", remedy])))
+        quote = f"{what or 'kaggle'} said: {textwrap.shorten(said, 600, placeholder=' ...')}"
+        super().__init__("\n  ".join(filter(None, ["" if pattern == LOGGED_OUT else quote, remedy])))
 
 
 def plain(text: str, width: int = 2000) -> str:

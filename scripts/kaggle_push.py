@@ -9,6 +9,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Iterable
+from functools import partial
 from pathlib import Path
 
 import kaggle_cli
@@ -134,17 +135,18 @@ def main(argv: Iterable[str] | None = None, root: Path = ROOT) -> int:
     args = parser().parse_args(argv)
     try:
         parameters = parameters_from(args, root)
-        owner = args.owner or ("owner" if args.dry_run else kaggle_cli.user())
         local = root / kaggle_pull.RECORDS
         local.mkdir(parents=True, exist_ok=True)
-        options = {"slug": args.slug, "username": owner, "parameters": parameters, "allow_dirty": args.allow_dirty}
+        build = partial(payload.build, root, slug=args.slug, parameters=parameters, allow_dirty=args.allow_dirty)
         if args.dry_run:
-            built = payload.build(root, local / args.slug, **options)
+            built = build(local / args.slug, username=args.owner or "owner")
             show(built, parameters)
             print(f"sent nothing. To run it by hand: {built.notebook} (docs/running.md, Kaggle)")
             return 0
         with tempfile.TemporaryDirectory(dir=local) as folder:
-            built = payload.build(root, Path(folder), **options)
+            if not args.owner:
+                build(Path(folder), username="owner")  # says what is wrong before an account is asked for
+            built = build(Path(folder), username=args.owner or kaggle_cli.user())
             show(built, parameters)
             enough_gpu_hours(built.minutes / 60)
             address = send(Path(folder), built, parameters, root)

@@ -276,7 +276,8 @@ def write_baseline(reason: str) -> None:
         environment = dict(os.environ)
         if release != turing.triton_version():
             if not (folder := triton_releases.path(release)):
-                raise RuntimeError(f"Triton {release} is not here: scripts/triton_releases.py {release} fetches it")
+                command = f'"$(scripts/setup.sh)" scripts/triton_releases.py {release}'
+                raise RuntimeError(f"Triton {release} is not here: {command} fetches it")
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
         found = main_rows(environment)
         if bad := [f"{r['kernel']}: {r['result']}" for r in found if r["result"] != "ok"]:
@@ -291,21 +292,21 @@ def write_baseline(reason: str) -> None:
 
 def print_rows(found: Iterable[dict]) -> None:
     print(
-        f"{'kernel':20}{'tile':15}{'regs':>5}{'stack':>6}{'progs':>6}{'util':>7}{'low':>6}{'high':>6}{'ceiling':>9}  "
-        f"{'by':9}{'useful':>7}{f'TF {BOOST_GHZ}':>9}{f'TF {HELD_GHZ}':>8}{'ins/kF':>8}{'B/kF':>7}"
+        f"{'kernel':20}{'regs':>5}{'stack':>6}{'progs':>6}{'util':>7}{'low':>6}{'high':>6}{'ceiling':>9}  "
+        f"{'by':9}{'useful':>7}{f'TF {BOOST_GHZ}':>9}{f'TF {HELD_GHZ}':>8}{'ins/kF':>8}{'B/kF':>7}  tile"
     )
     for r in found:
-        start = f"{r['kernel']:20}{r.get('tile', ''):15}"
+        tile = f"  {r.get('tile', '')}"  # last, since its length varies
         if r["result"] != "ok":
-            print(f"{start}{r['result']}")
+            print(f"{r['kernel']:20}{r['result']}{tile}")
             continue
         util, low, high, ceiling, good = (
             100 * r[name] for name in ("utilisation", "lowest", "highest", "ceiling", "useful")
         )
         print(
-            f"{start}{r['registers']:5}{r['stack_bytes']:6}{r['programs']:6}{util:7.1f}{low:6.1f}{high:6.1f}"
+            f"{r['kernel']:20}{r['registers']:5}{r['stack_bytes']:6}{r['programs']:6}{util:7.1f}{low:6.1f}{high:6.1f}"
             f"{ceiling:9.1f}  {r['bound']:9}{good:7.1f}{r[f'tflops_{BOOST_GHZ}']:9.1f}{r[f'tflops_{HELD_GHZ}']:8.1f}"
-            f"{r['instructions_per_kflop']:8.2f}{r['shared_bytes_per_kflop']:7.0f}"
+            f"{r['instructions_per_kflop']:8.2f}{r['shared_bytes_per_kflop']:7.0f}{tile}"
         )
 
 
@@ -339,6 +340,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if wrong := [d for d in args.head_dims if not 1 <= d <= configs.MAX_HEAD_DIM]:
         parser.error(f"--head-dims: got {wrong[0]}, accepted are 1 to {configs.MAX_HEAD_DIM}")
+    if args.processes is not None and args.processes < 1:
+        parser.error(f"--processes: got {args.processes}, accepted are 1 or more")
     masks = {"no": [False], "yes": [True], "both": [False, True]}[args.causal]
     found = rows(cases(args.passes, args.head_dims, masks, args.first), args.processes)
     print_rows(found)

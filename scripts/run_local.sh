@@ -12,5 +12,11 @@ run() {
     "$python" -u scripts/run_notebooks.py --output results/local "$@"
 }
 
+keep() { # the log, unless no notebook was started, as by --help: then the last run's stays
+    if grep -q '^== ' "$log.new"; then mv "$log.new" "$log"; else rm "$log.new"; fi
+}
+
+log="$root/results/local/run.log"
 mkdir -p "$root/results/local"
-run "$@" 2>&1 | tee "$root/results/local/run.log"
+trap keep EXIT
+run "$@" 2>&1 | tee "$log.new"

@@ -110,7 +110,9 @@ def execute(notebook: Path, parameters: dict[str, object], output: Path) -> tupl
 
 def main(argv: list[str] | None = None) -> int:
     by_name = {notebook.stem: notebook for notebook in sorted((ROOT / "notebooks").glob("*.ipynb"))}
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="scripts/run_local.sh", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument(
         "names", nargs="*", help=f"of {', '.join(by_name)}, or paths; default: all but {', '.join(ON_REQUEST)}"
     )
@@ -128,8 +130,7 @@ def main(argv: list[str] | None = None) -> int:
 
     names = args.names or [name for name in by_name if name not in ON_REQUEST]
     notebooks = [by_name.get(name, Path(name)).resolve() for name in names]
-    missing = [str(notebook) for notebook in notebooks if not notebook.is_file()]
-    if missing:
+    if missing := [name for name, notebook in zip(names, notebooks, strict=True) if not notebook.is_file()]:
         parser.error(f"names: got {', '.join(missing)}, accepted are {', '.join(by_name)} or paths of notebooks")
     gpu = torch.cuda.is_available()
     try:

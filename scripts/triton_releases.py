@@ -1,9 +1,9 @@
 """Triton releases side by side: each in a folder of its own, fetched once and kept.
 
-scripts/triton_releases.py 3.6.0 3.9.0 fetches what is not there and prints the folders. With one of them first on
-PYTHONPATH a process has that release, whatever is installed. They lie in .cache/triton/cp311/ (by the version of
-Python, since each has wheels of its own) at the top of the repository, or in the folder that FLASHATTN_TRITON_RELEASES
-names; one takes 0.5 to 1 GB.
+"$(scripts/setup.sh)" scripts/triton_releases.py 3.6.0 3.9.0 fetches what is not there and prints the folders. With
+one of them first on PYTHONPATH a process has that release, whatever is installed. They lie in .cache/triton/cp311/ (by
+the version of Python, since each has wheels of its own) at the top of the repository, or in the folder that
+FLASHATTN_TRITON_RELEASES names; one takes 0.5 to 1 GB.
 """
 
 import argparse

@@ -13,6 +13,7 @@ from children import ROOT, environment
 sys.path.insert(0, str(ROOT / "scripts"))
 
 import benchmark
+import benchmark_attention
 import benchmark_report
 import readme_tables
 
@@ -36,6 +37,22 @@ def test_cases_hold_tokens_and_width():
     assert len(cases) == 8
     given = benchmark.make_cases([512], [64], [False], "float16", tokens=4096, width=256, batch=3, heads=5)
     assert (given[0].batch, given[0].heads) == (3, 5)
+
+
+@pytest.mark.parametrize("flag", ["--seq-lens", "--head-dims", "--tokens", "--width", "--batch", "--heads"])
+@pytest.mark.parametrize("text", ["0", "-4", "64.5", "many"])
+def test_shapes_that_are_refused(flag, text, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        benchmark.flags("", CPU).parse_args([flag, text])
+    assert f"argument {flag}: got {text!r}, accepted are whole numbers from 1 on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--peer-seq-lens", "--grouped-seq-lens", "--host-seq-lens"])
+def test_lengths_that_are_refused(flag, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["benchmark_attention.py", flag, "0"])
+    with pytest.raises(SystemExit, match="2"):
+        benchmark_attention.main()
+    assert f"argument {flag}: got '0', accepted are whole numbers from 1 on" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("causal", [False, True])

@@ -13,7 +13,7 @@ from packaging.specifiers import SpecifierSet
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMANDS = (".ci/run", "scripts/setup.sh", "scripts/test.sh", "scripts/run_local.sh")
-TOOLS = "bash cat cksum cp dirname mkdir rm sed tee".split()
+TOOLS = "bash cat cksum cp dirname grep mkdir mv rm sed tee".split()
 
 needs_bash = pytest.mark.skipif(shutil.which("bash") is None, reason="the commands are bash scripts")
 needs_yaml = pytest.mark.skipif(find_spec("yaml") is None, reason="PyYAML reads environment.yml")
@@ -28,7 +28,7 @@ esac
 echo "$PWD|$*" >>"$FAKE_LOG"
 case "$*" in
     "-m venv --clear "*) rm -rf "$4"; mkdir -p "$4/bin"; cp "$0" "$4/bin/python" ;;
-    *${FAKE_FAILS:-nothing}*) echo "going wrong"; exit 3 ;;
+    *${FAKE_FAILS:-nothing}*) echo "${FAKE_SAYS:-going wrong}"; exit 3 ;;
 esac
 """
 FAKE_CONDA = """#!/usr/bin/env bash
@@ -264,11 +264,15 @@ def test_local_run_keeps_the_log_and_the_exit_status(checkout):
     process, asked = checkout.run("scripts/run_local.sh", "02_benchmark", FLASHATTN_PYTHON="mine")
     assert process.returncode == 0
     assert asked == [f"{checkout.root}|-u scripts/run_notebooks.py --output results/local 02_benchmark"]
-    process, _ = checkout.run("scripts/run_local.sh", FLASHATTN_PYTHON="mine", FAKE_FAILS="run_notebooks")
-    assert process.returncode == 3
-    assert (checkout.root / "results/local/run.log").read_text() == process.stdout == "going wrong\n"
+    log = checkout.root / "results/local/run.log"
+    failing = {"FLASHATTN_PYTHON": "mine", "FAKE_FAILS": "run_notebooks"}
+    process, _ = checkout.run("scripts/run_local.sh", **failing, FAKE_SAYS="== 02_benchmark")
+    assert process.returncode == 3 and log.read_text() == process.stdout == "== 02_benchmark\n"
+    process, _ = checkout.run("scripts/run_local.sh", "--help", **failing, FAKE_SAYS="usage:")  # starts no notebook
+    assert process.returncode == 3 and process.stdout == "usage:\n" and log.read_text() == "== 02_benchmark\n"
     process, _ = checkout.run("scripts/run_local.sh", FLASHATTN_PYTHON="absent")
-    assert process.returncode == 1 and "absent" in process.stdout
+    assert process.returncode == 1 and "absent" in process.stdout and log.read_text() == "== 02_benchmark\n"
+    assert list(log.parent.iterdir()) == [log]
 
 
 CI_PARTS = [("nothing", 0), ("ruff check", 1), ("ruff format", 1), ("triton_releases", 1), ("pytest", 3)]

@@ -197,6 +197,12 @@ def test_notebook_without_kernelspec_is_refused(project, build):
             r"got 512 for .* seq_lens, accepted is one like \[",
         ),
         (
+            {"notebook_parameters": {"02_benchmark": {"seq_lens": [512, "a"]}}},
+            r"got \[512, 'a'\] for .* seq_lens, accepted is one like \[512, ",
+        ),
+        ({"notebook_parameters": {"02_benchmark": {"causal": [0]}}}, r"got \[0\] for .* causal, accepted is one like"),
+        ({"notebook_parameters": {"02_benchmark": {"output_dir": "x"}}}, "got 'output_dir' .* accepted are seq_lens"),
+        (
             {"notebooks": ["01_tests"], "notebook_parameters": {"02_benchmark": {"budget_ms": 10}}},
             "got some for 02_benchmark, which is not among the notebooks",
         ),
@@ -207,6 +213,17 @@ def test_notebook_without_kernelspec_is_refused(project, build):
 def test_parameters_are_checked(build, parameters, reason):
     with pytest.raises(ValueError, match=reason):
         build(**parameters)
+
+
+@pytest.mark.parametrize(
+    "notebook, told",
+    [
+        ("02_benchmark", {"seq_lens": [64], "peer_seq_lens": [], "host_seq_lens": None, "budget_ms": 20}),
+        ("03_triton_versions", {"releases": ["3.2.0"], "time_forward": True}),
+    ],
+)
+def test_parameters_like_the_defaults_are_accepted(build, notebook, told):
+    build(notebook_parameters={notebook: told})
 
 
 def test_folder_that_is_no_checkout_is_refused(tmp_path):

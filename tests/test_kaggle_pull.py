@@ -251,7 +251,7 @@ def test_no_credentials_is_said_at_once(repo, service, capfd, monkeypatch):
     held = kaggle_cli.environment()
     monkeypatch.setattr(kaggle_cli, "environment", lambda: {k: v for k, v in held.items() if k != "KAGGLE_KEY"})
     assert pull(repo, f"{ADDRESS}/1") == 1
-    assert "run `kaggle auth login`" in capfd.readouterr().err and service.requests == []
+    assert "kaggle auth login\n" in capfd.readouterr().err and service.requests == []
 
 
 def test_no_waiting(repo, service, capfd):

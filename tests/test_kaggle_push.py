@@ -180,7 +180,15 @@ def test_no_credentials(repo, service, capfd, monkeypatch):
     held = kaggle_cli.environment()
     monkeypatch.setattr(kaggle_cli, "environment", lambda: {k: v for k, v in held.items() if k != "KAGGLE_KEY"})
     assert push(repo) == 1
-    assert "kaggle auth login" in capfd.readouterr().err and service.requests == []
+    err = capfd.readouterr().err
+    assert err.startswith("kaggle_push: no credentials that Kaggle accepts: log in, once, with\n") and "said" not in err
+    (line,) = [line.strip() for line in err.splitlines() if "auth login" in line]
+    assert line in (ROOT / "README.md").read_text() and service.requests == []
+
+
+def test_a_long_answer_is_cut_between_words():
+    said = str(kaggle_cli.KaggleError("unheard of " * 100))
+    assert len(said) < 640 and said.endswith((" unheard ...", " of ..."))
 
 
 def test_no_command(repo, capfd, monkeypatch):
@@ -206,9 +214,11 @@ def test_kernel_that_lands_elsewhere(repo, service, capfd):
     assert list(records(repo)) == ["someone_another-one_v1.json"]
 
 
-def test_uncommitted_changes(repo, service, capfd):
+def test_uncommitted_changes(repo, service, capfd, monkeypatch):
     (repo / "README.md").write_text("changed\n")
-    assert push(repo, "--no-wait") == 1
+    with monkeypatch.context() as patch:
+        patch.setattr(kaggle_cli, "command", lambda: pytest.fail("the command was called"))
+        assert push(repo, "--no-wait") == 1
     assert "uncommitted" in capfd.readouterr().err and service.asked("SaveKernel") == []
     assert push(repo, "--no-wait", "--allow-dirty") == 0
     assert "with uncommitted changes" in capfd.readouterr().out
@@ -229,9 +239,10 @@ def test_uncommitted_changes(repo, service, capfd):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else None,
 )
-def test_what_is_refused_before_anything_is_sent(repo, service, capfd, arguments, says):
+def test_what_is_refused_before_an_account_is_asked_for(repo, capfd, monkeypatch, arguments, says):
+    monkeypatch.setattr(kaggle_cli, "command", lambda: pytest.fail("the command was called"))
     assert push(repo, *arguments) == 1
-    assert says in capfd.readouterr().err and service.asked("SaveKernel") == []
+    assert says in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("main", [kaggle_push.main, kaggle_pull.main])

@@ -78,6 +78,12 @@ def test_the_notebook_that_downloads_runs_only_where_named(tmp_path):
     assert done.returncode == 2 and "parameter: got 'releases', accepted are" in done.stderr
 
 
+def test_name_that_is_no_notebook_is_an_error(tmp_path):
+    done = run_notebooks("01_tests", "09_nope", "--output", tmp_path / "out")
+    assert done.returncode == 2
+    assert "scripts/run_local.sh: error: names: got 09_nope, accepted are 01_tests, 02_benchmark" in done.stderr
+
+
 def test_notebook_without_parameters_is_an_error(make_notebook, tmp_path):
     done = run_notebooks(make_notebook(PARAMETERS, RESULT, tag="other"), "--output", tmp_path / "out")
     assert done.returncode == 2
@@ -129,7 +135,8 @@ def test_tests_notebook(tmp_path):
     result = json.loads((tmp_path / "01_tests.json").read_text())
     assert result["ok"] is True
     assert result["counts"]["passed"] >= 6 and result["counts"]["failed"] == 0
-    assert "passed" in (tmp_path / "01_tests.log").read_text()
+    log = (tmp_path / "01_tests.log").read_text()
+    assert "passed" in log and "xunit2" not in log
     assert (tmp_path / "tests.xml").is_file()
 
 

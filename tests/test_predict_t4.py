@@ -191,7 +191,7 @@ def test_the_backward_counts_five_products_of_seven():
 @pytest.mark.slow
 @pytest.mark.parametrize("release", predict_t4.BASELINE_RELEASES)
 def test_no_default_tile_became_worse(release):
-    """If a change is meant: scripts/predict_t4.py --write-baseline REASON, and commit the file."""
+    """If a change is meant: `"$(scripts/setup.sh)" scripts/predict_t4.py --write-baseline REASON`; commit the file."""
     baseline = json.loads(predict_t4.BASELINE.read_text())["triton"][release]
     found = predict_t4.main_rows(with_triton(release, triton.__version__), processes=1)
     assert len(baseline) > 6 * len(predict_t4.MAIN_HEAD_DIMS) and not predict_t4.changes(found, baseline)
@@ -300,6 +300,34 @@ def test_the_command(tmp_path):
     done = subprocess.run([*command, *chosen], capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("dq d32 causal") == len((tmp_path / "rows.csv").read_text().splitlines()) - 1 >= 1
+
+
+def test_columns_stay_in_line_whatever_the_tile(capsys):
+    cost = sm75.score_cost(IDEAL, "forward", FORWARD)
+    row = {"kernel": "forward d64 full"} | predict_t4.predicted(IDEAL, cost, 2, 64)
+    row |= {"registers": 255, "stack_bytes": 0}
+    tiles = ["128x64 w4", "128x64 w4 " + "lever " * 12 + "end"]
+    refused = {"result": "does not fit", "tile": "16x16"}
+    predict_t4.print_rows([*(row | {"tile": tile} for tile in tiles), row | refused])
+    heading, *lines, bad = capsys.readouterr().out.splitlines()
+    assert [line[heading.index("tile") :] for line in lines] == tiles
+    assert lines[0].index("255") + 3 == heading.index("regs") + 4 and bad.endswith("does not fit  16x16")
+
+
+@pytest.mark.parametrize("number", ["0", "-1"])
+def test_processes_that_are_refused(capsys, number):
+    with pytest.raises(SystemExit, match="2"):
+        predict_t4.main(["--first", "--passes", "dq", "--head-dims", "32", "--processes", number])
+    assert f"--processes: got {number}, accepted are 1 or more" in capsys.readouterr().err
+
+
+def test_release_that_a_baseline_lacks_is_named(monkeypatch, capsys):
+    monkeypatch.setattr(predict_t4.triton_releases, "path", lambda release: None)
+    monkeypatch.setattr(predict_t4.turing, "triton_version", lambda: "another")
+    with pytest.raises(SystemExit, match="1"):
+        predict_t4.main(["--write-baseline", "a test"])
+    command = '"$(scripts/setup.sh)" scripts/triton_releases.py 3.2.0'
+    assert capsys.readouterr().err == f"Triton 3.2.0 is not here: {command} fetches it\n"
 
 
 def test_a_baseline_needs_a_reason(capsys):

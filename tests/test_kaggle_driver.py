@@ -381,7 +381,7 @@ def test_estimates_are_as_promised():
 
 def test_limits_of_steps():
     assert [plan.Step(name, plan.IMAGE).limit_minutes(True) for name in (plan.TESTS, plan.TUNE)] == [12, 10]
-    assert [plan.Step(name, plan.IMAGE).limit_minutes(False) for name in (plan.TESTS, plan.TUNE)] == [78, 30]
+    assert [plan.Step(name, plan.IMAGE).limit_minutes(False) for name in (plan.TESTS, plan.TUNE)] == [78, 12]
 
 
 def test_limit_of_the_run_comes_before_that_of_a_step(run, tmp_path):

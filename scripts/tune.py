@@ -10,6 +10,7 @@ import sys
 from functools import partial
 
 import torch
+from benchmark import positive
 
 from flashattn import configs, measure
 from flashattn.backward import dkdv_launches, dq_launch
@@ -58,14 +59,16 @@ def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     lengths = list(configs.LENGTH_BUCKETS[:-1])  # the last has its neighbour's tile, and would take half of the time
-    parser.add_argument(
-        "--head-dims", type=int, nargs="+", default=[64, 128], help="each stands for those that share its tiles"
-    )
-    parser.add_argument("--seq-lens", type=int, nargs="+", default=lengths, help="one for each bucket to tune")
-    parser.add_argument("--dtypes", nargs="+", choices=["float16", "bfloat16", "float32"], default=["float16"])
-    parser.add_argument("--causal", choices=["no", "yes", "both"], default="both")
-    parser.add_argument("--budget-ms", type=float, default=30.0, help="time for each measurement")
+    add = parser.add_argument
+    dims = "each stands for those that share its tiles"
+    add("--head-dims", type=positive, nargs="+", default=[64, 128], metavar="D", help=dims)
+    add("--seq-lens", type=positive, nargs="+", default=lengths, metavar="N", help="one for each bucket to tune")
+    add("--dtypes", nargs="+", choices=["float16", "bfloat16", "float32"], default=["float16"])
+    add("--causal", choices=["no", "yes", "both"], default="both")
+    add("--budget-ms", type=float, default=30.0, help="time for each measurement")
     args = parser.parse_args()
+    if wrong := [d for d in args.head_dims if d > configs.MAX_HEAD_DIM]:
+        parser.error(f"argument --head-dims: got {wrong[0]}, accepted are 1 to {configs.MAX_HEAD_DIM}")
 
     if not torch.cuda.is_available() or os.environ.get("TRITON_INTERPRET") == "1":
         print("tune.py needs a CUDA device, and TRITON_INTERPRET unset: it measures tiles", file=sys.stderr)

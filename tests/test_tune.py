@@ -20,6 +20,13 @@ def test_needs_a_gpu(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("flags", [("--seq-lens", "0"), ("--head-dims", "257"), ("--head-dims", "-1")])
+def test_wrong_sizes_are_named(tmp_path, flags):
+    pytest.importorskip("triton", reason="Triton is not installed")
+    done = tune(tmp_path, *flags)
+    assert done.returncode == 2 and f"argument {flags[0]}: " in done.stderr
+
+
 @pytest.mark.gpu
 def test_tunes_and_is_picked_up(tmp_path, monkeypatch, pytestconfig):
     if pytestconfig.getoption("--turing-path"):

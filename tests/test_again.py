@@ -61,6 +61,17 @@ def test_a_second_call_computes_the_same(view, causal):
 
 
 @pytest.mark.gpu
+def test_a_second_call_of_wide_heads_computes_the_same():
+    """On a T4 dK and dV are two launches there, which are remembered together."""
+    first = inputs(1, 2, 200, 300, 192)
+    do = torch.randn_like(first[0])
+    expected = afresh(*first, do)
+    gradients(*[x + 1 for x in first], do)
+    for actual, exact in zip(gradients(*first, do), expected, strict=True):
+        assert torch.equal(actual, exact)
+
+
+@pytest.mark.gpu
 def test_a_second_call_asks_triton_nothing(launches):
     tensors = inputs(1, 2, 100, 100, 64)
     afresh(*tensors, torch.randn_like(tensors[0]))

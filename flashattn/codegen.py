@@ -360,7 +360,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--save", type=Path, metavar="FOLDER", help="write PTX, cubin and SASS there")
     parser.add_argument("kernel", metavar="KERNEL")
     parser.add_argument("signature", nargs="?", help="of FILE.py:NAME: the types of its arguments but the constants")
-    parser.add_argument("values", nargs="*", metavar="NAME=VALUE", help="constants and compiler options")
+    parser.add_argument("values", nargs="*", default=[], metavar="NAME=VALUE", help="constants and compiler options")
     return parser
 
 

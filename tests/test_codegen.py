@@ -157,6 +157,7 @@ def test_stock_code_of_a_release_without_turing():
 @pytest.mark.parametrize(
     "arguments, message",
     [
+        ([], "the following arguments are required: KERNEL\n"),
         (["--arch", "sm_12", "forward"], "--arch: got sm_12, accepted are sm_75, sm_80"),
         (["forward", "head_dim=300"], "ValueError: head_dim: got 300, accepted are 1 to 256"),
         (["forward", "dtype=float17"], "ValueError: dtype: got float17, accepted are float16, bfloat16, float32"),

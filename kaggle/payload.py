@@ -144,7 +144,7 @@ def _set_parameters(
 ) -> plan.Settings:
     """Put the parameters into their cell. Raises ValueError for one that the driver or a notebook would refuse."""
     cell = _cell(notebook, "parameters")
-    defaults = {name: ast.literal_eval(value) for name, value in _assignments(cell).items()}
+    defaults = _defaults(cell)
     folder = "notebooks/"
     there = {name: files[name] for name in files if name.startswith(folder) and name.endswith(".ipynb")}
     settings = plan.Settings.of(defaults | parameters, [Path(name).stem for name in there])
@@ -156,8 +156,7 @@ def _set_parameters(
         raise ValueError(f"parameters: got {parameters}, accepted is what JSON can hold, such as lists and no tuples")
     for name, told in settings.notebook_parameters.items():
         source = nbformat.reads(there[f"{folder}{name}.ipynb"].decode(), as_version=4)
-        known: dict[str, object] = {}
-        exec(_cell(source, "parameters").source, {}, known)
+        known = _defaults(_cell(source, "parameters"))
         del known["output_dir"]  # run_notebooks.py sets it
         for unknown in {*told} - {*known}:
             raise ValueError(f"notebook_parameters: got {unknown!r} for {name}, accepted are {', '.join(known)}")
@@ -189,16 +188,18 @@ def _cell(notebook: nbformat.NotebookNode, tag: str) -> nbformat.NotebookNode:
     raise ValueError(f"notebook: has no cell tagged `{tag}`; restore it from git")
 
 
-def _assignments(cell: nbformat.NotebookNode) -> dict[str, ast.expr]:
-    """The values that a cell gives to names, a line each."""
-    tree = ast.parse(cell.source)
-    return {node.targets[0].id: node.value for node in tree.body if isinstance(node, ast.Assign)}
+def _defaults(cell: nbformat.NotebookNode) -> dict[str, object]:
+    """What a cell of parameters gives to names, expressions among it."""
+    names: dict[str, object] = {}
+    exec(cell.source, {}, names)
+    return names
 
 
 def _assign(cell: nbformat.NotebookNode, values: dict[str, str]) -> None:
     """Give the names other values, as Python has them; comments stay."""
     lines = cell.source.splitlines()
-    found = _assignments(cell)
+    body = ast.parse(cell.source).body
+    found = {node.targets[0].id: node.value for node in body if isinstance(node, ast.Assign)}
     for name, value in values.items():
         at = found[name]
         line = lines[at.lineno - 1].encode()

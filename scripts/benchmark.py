@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch._dynamo
 import torch._functorch.config as functorch
+from arguments import positive
 from torch.nn.attention import SDPBackend, flex_attention, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -578,13 +579,6 @@ def _first_line(error: object) -> str:
     """Of an error or a warning, without the place in PyTorch's sources that its warnings end with."""
     line = str(error).strip().partition("\n")[0].partition(" (Triggered internally")[0]
     return line or type(error).__name__
-
-
-def positive(text: str) -> int:
-    """An argparse type: a whole number from 1 on."""
-    if not (text.isdecimal() and int(text)):
-        raise argparse.ArgumentTypeError(f"got {text!r}, accepted are whole numbers from 1 on")
-    return int(text)
 
 
 def flags(description: str, device: torch.device) -> argparse.ArgumentParser:

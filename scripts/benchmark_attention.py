@@ -10,6 +10,7 @@ from functools import partial
 import benchmark
 import benchmark_report
 import pandas as pd
+from arguments import positive
 
 from flashattn import measure
 
@@ -20,7 +21,7 @@ def main() -> int:
     add = flags.add_argument
     add("--modes", nargs="+", choices=measure.WORK, default=[*measure.WORK], help="to be timed")
     add("--budget-ms", type=float, default=60.0, help="time for each measurement, in ms")
-    lengths = {"type": benchmark.positive, "nargs": "*", "metavar": "N"}
+    lengths = {"type": positive, "nargs": "*", "metavar": "N"}
     add("--peer-seq-lens", **lengths, help="only here what compiles or tunes for each shape; None: at all lengths")
     add("--grouped-seq-lens", **lengths, default=[], help="also causal with 4 query heads a key head, and with 1")
     add("--host-seq-lens", **lengths, default=[], help="also the wall time of a call at batch 1, Python included")

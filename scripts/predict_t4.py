@@ -166,10 +166,8 @@ def useful(found: Iterable[dict], pass_: str, head_dim: int, mask: str, default:
         names = [f"{kernel} d{head_dim} {mask}" for kernel in kernels]
         tiles = defaultdict(list)
         for r in found:
-            if r["kernel"] in names:
+            if r["kernel"] in names and not (default and r["rank"]):
                 tiles[r["rank"]].append(r)
-        if default:
-            tiles = {0: tiles[0]} if 0 in tiles else {}
         good = [rows for rows in tiles.values() if all(r["result"] == "ok" for r in rows)]
         if not good:
             return None
@@ -276,8 +274,7 @@ def write_baseline(reason: str) -> None:
         environment = dict(os.environ)
         if release != turing.triton_version():
             if not (folder := triton_releases.path(release)):
-                command = f'"$(scripts/setup.sh)" scripts/triton_releases.py {release}'
-                raise RuntimeError(f"Triton {release} is not here: {command} fetches it")
+                raise RuntimeError(triton_releases.not_here(release))
             environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(folder), environment.get("PYTHONPATH")]))
         found = main_rows(environment)
         if bad := [f"{r['kernel']}: {r['result']}" for r in found if r["result"] != "ok"]:

@@ -29,6 +29,11 @@ def path(version: str) -> Path | None:
     return release if (release / "triton" / "__init__.py").is_file() else None
 
 
+def not_here(version: str) -> str:
+    """What to say of a release that was not fetched."""
+    return f'Triton {version} is not here: "$(scripts/setup.sh)" scripts/triton_releases.py {version} fetches it'
+
+
 def fetch(version: str) -> Path:
     """path(version), after a download where there is none.
 

@@ -10,7 +10,7 @@ import sys
 from functools import partial
 
 import torch
-from benchmark import positive
+from arguments import positive
 
 from flashattn import configs, measure
 from flashattn.backward import dkdv_launches, dq_launch

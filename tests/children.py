@@ -27,7 +27,6 @@ def with_triton(release: str, installed: str) -> dict[str, str]:
     """An environment with a Triton release, the installed one or one that was fetched; skips if it is neither."""
     folder = None if release == installed else triton_releases.path(release)
     if release != installed and folder is None:
-        command = f'"$(scripts/setup.sh)" scripts/triton_releases.py {release}'
-        pytest.skip(f"Triton {release} is not here: {command} fetches it")
+        pytest.skip(triton_releases.not_here(release))
     changed = environment(interpreted=False)
     return changed | {"PYTHONPATH": os.pathsep.join(map(str, filter(None, [folder, changed["PYTHONPATH"]])))}

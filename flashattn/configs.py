@@ -194,50 +194,50 @@ TILES: Mapping[str, Table] = _frozen(
         "sm_75": {
             ("forward", _HALF): {
                 32: (
-                    Tile(128, 64, 4, **_KV_AHEAD, registers=220),
+                    Tile(128, 64, 4, **_KV_AHEAD, registers=234),
                     Tile(128, 128, 4, **_KQ, registers=255, stack_bytes=72),
                     Tile(64, 64, 4, registers=148),
                 ),
                 48: (
                     Tile(128, 64, 4, **_KV_AHEAD, split=True, registers=255),
-                    Tile(128, 32, 4, **_KV_AHEAD, split=True, registers=215),
+                    Tile(128, 32, 4, **_KV_AHEAD, split=True, registers=212),
                     Tile(64, 64, 4, **_K, split=True, registers=178, stack_bytes=8),
                 ),
                 64: (
-                    Tile(128, 64, 4, **_KV_AHEAD, registers=255, stack_bytes=16),
-                    Tile(128, 32, 4, **_KV_AHEAD, max_registers=168, registers=168, stack_bytes=48),
-                    Tile(256, 64, 8, **_KV_AHEAD, registers=255, stack_bytes=16),
+                    Tile(128, 64, 4, **_KV_AHEAD, registers=255, stack_bytes=32),
+                    Tile(128, 32, 4, **_KV_AHEAD, max_registers=168, registers=168, stack_bytes=40),
+                    Tile(256, 64, 8, **_KV_AHEAD, registers=255),
                     Tile(64, 64, 4, **_K, registers=178, stack_bytes=8),
                 ),
                 80: (
                     Tile(128, 32, 4, **_KV_AHEAD, split=True, registers=255),
-                    Tile(128, 64, 4, **_KV_AHEAD, split=True, registers=255, stack_bytes=80),
+                    Tile(128, 64, 4, **_KV_AHEAD, split=True, registers=255, stack_bytes=88),
                     Tile(64, 32, 4, **_K, split=True, registers=168, stack_bytes=8),
                 ),
                 96: (
-                    Tile(128, 32, 4, **_KV_AHEAD, split=True, registers=255, stack_bytes=48),
+                    Tile(128, 32, 4, **_KV_AHEAD, split=True, registers=255, stack_bytes=88),
                     Tile(128, 64, 8, **_KV_AHEAD, split=True, registers=248),
                     Tile(64, 32, 4, **_K, split=True, registers=198),
                 ),
                 128: (
                     Tile(128, 64, 8, **_KV_AHEAD, registers=255),
                     Tile(128, 16, 4, **_KQ, registers=255, stack_bytes=16),
-                    Tile(256, 32, 8, **_KQ, registers=255, stack_bytes=288),
+                    Tile(256, 32, 8, **_KQ, registers=255, stack_bytes=296),
                     Tile(64, 32, 4, **_K, registers=238),
                 ),
                 160: (
-                    Tile(128, 64, 8, **_KQ, split=True, registers=255, stack_bytes=80),
+                    Tile(128, 64, 8, **_KQ, split=True, registers=255, stack_bytes=88),
                     Tile(128, 32, 8, **_KQ, split=True, registers=255),
                     Tile(64, 32, 4, **_K, split=True, registers=255),
                 ),
                 192: (
                     Tile(128, 64, 8, **_KQ, split=True, registers=255, stack_bytes=112),
-                    Tile(128, 32, 8, **_KQ, split=True, registers=255, stack_bytes=88),
+                    Tile(128, 32, 8, **_KQ, split=True, registers=255, stack_bytes=96),
                     Tile(64, 32, 4, **_K, split=True, registers=255),
                 ),
                 256: (
                     Tile(128, 16, 8, **_KV_AHEAD, split=True, registers=255, stack_bytes=88),
-                    Tile(128, 32, 8, **_KQ, split=True, registers=255, stack_bytes=24),
+                    Tile(128, 32, 8, **_KQ, split=True, registers=255, stack_bytes=48),
                     Tile(64, 32, 4, **_K, split=True, registers=255, stack_bytes=96),
                 ),
             },

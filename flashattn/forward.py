@@ -8,6 +8,7 @@ from .codegen import Launch, launch, pack_strides, settled_rows
 from .configs import Tile, choose, tile_constants
 from .primitives import (
     HALF_SCALE,
+    HALF_SHIFT,
     LOG2E,
     dot_parts,
     key_range,
@@ -62,7 +63,7 @@ def _attend(
             offs_n = start_n + tl.arange(0, BLOCK_N)
             live = score_mask(offs_m[:, None], offs_n[None, :], seqlen_q, seqlen_k, CAUSAL)
             s = tl.where(live, s, float("-inf"))
-        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, MASKED)
+        p, alpha, m_i, l_i = softmax_step(s, m_i, l_i, scale_log2, HALF_SHIFT if INTEGER_P else 0, MASKED)
         if MASKED or not V_AHEAD:
             v, v_tail = load_parts(
                 v_ptr, start_n, seqlen_k, stride_vn, stride_vd,
@@ -153,6 +154,9 @@ def forward_kernel(
     # A row without a key has the sum 0; it gets output 0, lse -inf.
     empty = l_i == 0.0
     l_i = tl.where(empty, 1.0, l_i)
+    if INTEGER_P:
+        l_i *= 2.0**HALF_SHIFT
+        m_i -= HALF_SHIFT
     share = 1.0 / (l_i * HALF_SCALE if INTEGER_P else l_i)  # a division a row, not an element
     lse_log2 = tl.where(empty, float("-inf"), m_i + tl.log2(l_i))
     store_parts(

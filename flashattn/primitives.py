@@ -9,7 +9,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-HALF_SCALE = tl.constexpr(2048.0)  # see to_half()
+HALF_SHIFT = tl.constexpr(101)  # see to_half()
+HALF_SCALE = tl.constexpr(2.0 ** (127 - 15 - 101))
 
 
 @triton.jit
@@ -65,13 +66,15 @@ def score_mask(offs_m, offs_n, seqlen_q, seqlen_k, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def softmax_step(s, m_i, l_i, scale_log2, MASKED: tl.constexpr):
+def softmax_step(s, m_i, l_i, scale_log2, SHIFT: tl.constexpr, MASKED: tl.constexpr):
     """One block of the online softmax (FlashAttention-2, algorithm 1, lines 8 to 10).
 
-    s [BLOCK_M, BLOCK_N] are unscaled scores, m_i and l_i [BLOCK_M] the running maximum (of scaled scores,
-    base 2) and sum. Returns p, alpha (what the accumulator is to be multiplied by), m_i, l_i.
+    s [BLOCK_M, BLOCK_N] are unscaled scores, m_i and l_i [BLOCK_M] the running maximum (of scaled scores, base 2, plus
+    SHIFT) and sum. Returns p, alpha (what the accumulator is to be multiplied by), m_i, l_i; p and l_i are 2**-SHIFT
+    of what they are without.
     """
-    m_new = tl.maximum(m_i, tl.max(s, 1) * scale_log2)
+    m_new = tl.max(s, 1) * scale_log2
+    m_new = tl.maximum(m_i, m_new + SHIFT if SHIFT else m_new)
     # A row that has seen no key keeps its maximum at -inf, and -inf - -inf would be NaN.
     m_ref = tl.where(m_new == float("-inf"), 0.0, m_new) if MASKED else m_new
     p = tl.exp2(s * scale_log2 - m_ref[:, None])  # one FFMA: the scale is not applied to s on its own
@@ -81,14 +84,16 @@ def softmax_step(s, m_i, l_i, scale_log2, MASKED: tl.constexpr):
 
 @triton.jit
 def to_half(p):
-    """p * HALF_SCALE, p from 0 to 1, rounded to fp16, half up, in integers: conversions share the exponentials' pipe.
+    """From p = P * 2**-HALF_SHIFT, P from 0 to 1, P * HALF_SCALE, rounded to fp16, half up.
 
-    The exponent's bias goes from 127 to 15 and from there up by the scale's 11, the mantissa from 23 bits to 10. A p
-    under 2**-25, where fp16's normal numbers end, loses up to 2**-26, half of what fp16 loses of one without the scale;
-    under 2**-26 it becomes 0.
+    In integers, since conversions share the exponentials' pipe. Of so small a p the three highest bits of the exponent
+    are 0. Without them its bias is fp16's, 15 and not 127: the rest of it and ten bits of the mantissa are the number.
+    A P under 2**-25 may become 0.
+
+    The exponentials have to give p as it is: of a product with a power of two, ptxas (12.4 to 12.9) takes that power
+    for a part of the shift below.
     """
-    BIAS: tl.constexpr = (127 - 15 - 11) << 23
-    bits = tl.maximum(p.to(tl.int32, bitcast=True), BIAS) - BIAS
+    bits = p.to(tl.int32, bitcast=True)
     return ((bits * 8 + 0x8000) >> 16).to(tl.int16).to(tl.float16, bitcast=True)
 
 

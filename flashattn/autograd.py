@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from . import configs, reference
 
+DELTA_ROOM = 2.0**14  # bf16 on Turing: how much larger than the largest of dO delta may be before dO is scaled down
+
 
 @functools.cache  # once a process, whatever the warning filters
 def _warn_bf16() -> None:
@@ -33,12 +35,12 @@ def _saturate(x: torch.Tensor) -> torch.Tensor:
 
 
 @functools.cache  # not an import statement, which every call would pay for
-def _kernels() -> tuple[Callable, Callable]:
-    """Forward and backward in Triton, which a machine may lack."""
-    from .backward import backward
+def _kernels() -> tuple[Callable, Callable, Callable]:
+    """Forward, delta and backward in Triton, which a machine may lack."""
+    from .backward import backward, delta
     from .forward import forward
 
-    return forward, backward
+    return forward, delta, backward
 
 
 def _forward_kernels(q, k, v, *, causal, scale, again=None):
@@ -49,18 +51,21 @@ def _forward_kernels(q, k, v, *, causal, scale, again=None):
     return _kernels()[0](q, k, v, causal=causal, scale=scale, again=again)
 
 
-def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, needs, dtype=None, again=None):
+def _delta_kernels(o, do, dlse_log2, *, again=None):
+    if o.dtype == torch.bfloat16 and _lacks_bf16(o.device):
+        o, do = o.float(), do.float()
+    return _kernels()[1](o, do, dlse_log2, again=again)
+
+
+def _backward_kernels(q, k, v, do, lse_log2, delta, *, causal, scale, needs, dtype=None, again=None):
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
-        # A power of two brings the incoming gradients into fp16's range; fp32 undoes it.
-        largest = do.abs().amax().float()
-        if dlse_log2 is not None:
-            largest = torch.maximum(largest, dlse_log2.abs().amax())
+        # A power of two brings the incoming gradients into fp16's range, delta well into it; fp32 undoes it.
+        largest = torch.maximum(do.abs().amax().float(), delta.abs().amax() / DELTA_ROOM)
         exponent = torch.frexp(largest).exponent.clamp(-126, 126)  # beyond, ldexp's own 2**exponent is no fp32
         do = torch.ldexp(do.float(), -exponent).to(torch.float16)
-        dlse_log2 = None if dlse_log2 is None else torch.ldexp(dlse_log2, -exponent)
-        halves = [_saturate(x) for x in (q, k, v, o)]
         grads = _backward_kernels(
-            *(*halves, lse_log2, do, dlse_log2),
+            *map(_saturate, (q, k, v)),
+            *(do, lse_log2, torch.ldexp(delta, -exponent)),
             causal=causal,
             scale=scale,
             needs=needs,
@@ -69,7 +74,7 @@ def _backward_kernels(q, k, v, o, lse_log2, do, dlse_log2, *, causal, scale, nee
         )
         return tuple(g if g is None else torch.ldexp(g, exponent).to(q.dtype) for g in grads)
     options = {"causal": causal, "scale": scale, "needs": needs, "dtype": dtype}
-    return _kernels()[1](q, k, v, o, lse_log2, do, dlse_log2, **options, again=again)
+    return _kernels()[2](q, k, v, do, lse_log2, delta, **options, again=again)
 
 
 def _without_autocast(fn):
@@ -84,16 +89,17 @@ def _without_autocast(fn):
 
 
 _BACKENDS = {
-    "triton": (_forward_kernels, _backward_kernels),
-    "reference": (_without_autocast(reference.forward), _without_autocast(reference.backward)),
+    "triton": (_forward_kernels, _delta_kernels, _backward_kernels),
+    "reference": tuple(map(_without_autocast, (reference.forward, reference.delta, reference.backward))),
 }
 
 _operators = torch.library.Library("flashattn", "DEF")
 _operators.define(
     "forward(Tensor q, Tensor k, Tensor v, bool causal, float scale, str backend) -> (Tensor o, Tensor lse_log2)"
 )
+_operators.define("delta(Tensor o, Tensor dout, Tensor? dlse_log2, str backend) -> Tensor")
 _operators.define(
-    "backward(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse_log2, Tensor dout, Tensor? dlse_log2, "
+    "backward(Tensor q, Tensor k, Tensor v, Tensor dout, Tensor lse_log2, Tensor delta, "
     "bool causal, float scale, str backend, bool[] needs) -> (Tensor dq, Tensor dk, Tensor dv)"
 )
 
@@ -108,18 +114,28 @@ def _forward_fake(q, k, v, causal, scale, backend):
     return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
+@torch.library.impl(_operators, "delta", "CompositeExplicitAutograd")
+def _delta(o, do, dlse_log2, backend, again=None):
+    return _BACKENDS[backend][1](o, do, dlse_log2, again=again)
+
+
+@torch.library.register_fake("flashattn::delta", lib=_operators)
+def _delta_fake(o, do, dlse_log2, backend):
+    return o.new_empty(o.shape[:3], dtype=torch.float32)
+
+
 @torch.library.impl(_operators, "backward", "CompositeExplicitAutograd")
-def _backward(q, k, v, o, lse_log2, do, dlse_log2, causal, scale, backend, needs, again=None):
+def _backward(q, k, v, do, lse_log2, delta, causal, scale, backend, needs, again=None):
     if do.numel() == 0:  # no query: no kernel would write dk and dv
         grads = [torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
     else:
-        backward, settings = _BACKENDS[backend][1], {"causal": causal, "scale": scale, "needs": needs}
-        grads = backward(q, k, v, o, lse_log2, do, dlse_log2, **settings, again=again)
+        backward, settings = _BACKENDS[backend][2], {"causal": causal, "scale": scale, "needs": needs}
+        grads = backward(q, k, v, do, lse_log2, delta, **settings, again=again)
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # an operator returns tensors only
 
 
 @torch.library.register_fake("flashattn::backward", lib=_operators)
-def _backward_fake(q, k, v, o, lse_log2, do, dlse_log2, causal, scale, backend, needs):
+def _backward_fake(q, k, v, do, lse_log2, delta, causal, scale, backend, needs):
     inputs = zip((q, k, v), needs, strict=True)
     return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in inputs)
 
@@ -159,10 +175,22 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, lse_log2 = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         needs = list(ctx.needs_input_grad[:3])
+        again = _again(ctx.again, q, do, dlse_log2, needs)
+        delta = _run(_delta, o, do, dlse_log2, ctx.settings[-1], again=again)
+        del o
+        if not torch.compiler.is_compiling():  # which frees what it needs no more by itself
+            ctx.maybe_clear_saved_tensors()  # o makes room for the gradients, unless somebody else holds it
         # Only a graph of the backward pass, for a gradient of a gradient, makes autograd run this with gradients on.
         backward = _AttentionBackward.apply if torch.is_grad_enabled() else _AttentionBackward.run
-        grads = backward(ctx.again, q, k, v, o, lse_log2, do, dlse_log2, *ctx.settings, needs)
+        grads = backward(again, q, k, v, do, lse_log2, delta, *ctx.settings, needs)
         return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
+
+
+def _again(again: dict | None, q, do, dlse_log2, needs) -> dict | None:
+    """Where the launches of a backward pass of this kind are remembered; None where they are not."""
+    if again is None or not eager(q):  # what looks on may have come, or gone, since the forward pass
+        return None
+    return again.setdefault((do.stride(), dlse_log2 is None, *needs), {})
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -170,8 +198,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def run(again, q, *args):
-        # What looks on may have come, or gone, since the forward pass.
-        return _run(_backward, q, *args, again=again if eager(q) else None)
+        return _run(_backward, q, *args, again=again)
 
     @staticmethod
     def forward(ctx, *args):
@@ -196,4 +223,6 @@ def attend(
         raise NotImplementedError("flashattn.attention: forward-mode differentiation is not supported")
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, (causal, scale, backend), again)
-    return _run(_forward, q, k, v, causal, scale, backend, again=again)
+    if again is not None:  # as _run() has it, in two steps fewer
+        return _BACKENDS[backend][0](q, k, v, causal=causal, scale=scale, again=again)
+    return _run(_forward, q, k, v, causal, scale, backend, again=None)

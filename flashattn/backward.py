@@ -6,11 +6,13 @@ A gradient of the natural lse adds dlse * P to dS: it is subtracted from delta. 
 lse_log2, which is kept in base 2: a change of base would round it twice more, and P is as wrong as lse is.
 """
 
+from functools import partial
+
 import torch
 import triton
 import triton.language as tl
 
-from .codegen import Launch, launch, pack_strides, settled_rows
+from .codegen import Launch, Memory, empty, launch, pack_strides, settled_rows
 from .configs import FUSED, Tile, choose, padded_head_dim, tile_constants
 from .primitives import (
     LOG2E,
@@ -425,25 +427,33 @@ def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, t
     )
 
 
+def delta(o, do, dlse_log2, *, again: Memory | None = None) -> torch.Tensor:
+    """What backward() takes for delta, (batch, heads, seqlen_q) in fp32: the one thing that it needs o for.
+
+    do, laid out in any way, and dlse_log2 are the gradients of o and lse_log2; dlse_log2 may be None. again as of
+    backward().
+    """
+    delta = empty(lambda: torch.empty(o.shape[:3], dtype=torch.float32, device=o.device), "delta", again)
+    # autograd may hand its gradient over with any strides.
+    dlse_log2 = None if dlse_log2 is None else dlse_log2.contiguous()
+    tensors = (o, do, delta if dlse_log2 is None else dlse_log2, delta)
+    launch(lambda: [delta_launch(o, do, dlse_log2, delta)], tensors, "delta kernel", again)
+    return delta
+
+
 def backward(
-    q, k, v, o, lse_log2, do, dlse_log2, *,
+    q, k, v, do, lse_log2, delta, *,
     causal: bool, scale: float, needs, dkdv_tile: Tile | None = None, dq_tile: Tile | None = None, dtype=None,
-    again: dict | None = None,
+    again: Memory | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dq, dk, dv, laid out as their inputs, in dtype (the inputs' unless given); None where needs is False.
 
-    Tensors, tiles and again as of forward(); do has any strides; dlse_log2, the gradient of lse_log2, may be None.
+    Tensors and tiles as of forward(), do with any strides; again too, for each kind of do and needs besides.
     """
-    dq, dk, dv = (torch.empty_like(x, dtype=dtype) if need else None for x, need in zip((q, k, v), needs, strict=True))
-    delta = torch.empty_like(lse_log2)
-    # lse_log2 and delta are contiguous; autograd may hand its gradient over with any strides.
-    dlse_log2 = None if dlse_log2 is None else dlse_log2.contiguous()
-    if (do.data_ptr() | (0 if dlse_log2 is None else dlse_log2.data_ptr())) % 16:
-        again = None
-    if again is not None:
-        again = again.setdefault((do.stride(), dlse_log2 is None, *needs), {})
-    tensors = (o, do, delta if dlse_log2 is None else dlse_log2, delta)
-    launch(lambda: [delta_launch(o, do, dlse_log2, delta)], tensors, "delta", again)
+    dq, dk, dv = (
+        empty(partial(torch.empty_like, x, dtype=dtype), name, again) if need else None
+        for name, x, need in zip(("dq", "dk", "dv"), (q, k, v), needs, strict=True)
+    )
     if dk is not None or dv is not None:
 
         def make_dkdv() -> list[Launch]:
@@ -451,12 +461,12 @@ def backward(
             return dkdv_launches(q, k, v, do, dk, dv, lse_log2, delta, causal=causal, scale=scale, tile=tile)
 
         tensors = (q, k, v, do, k if dk is None else dk, v if dv is None else dv, lse_log2, delta)
-        launch(make_dkdv, tensors, "dkdv", again)
+        launch(make_dkdv, tensors, "dkdv kernel", again)
     if dq is not None:
 
         def make_dq() -> list[Launch]:
             tile = dq_tile or choose("dq", q, q.shape[2], causal)
             return [dq_launch(q, k, v, do, dq, lse_log2, delta, causal=causal, scale=scale, tile=tile)]
 
-        launch(make_dq, (q, k, v, do, dq, lse_log2, delta), "dq", again)
+        launch(make_dq, (q, k, v, do, dq, lse_log2, delta), "dq kernel", again)
     return dq, dk, dv

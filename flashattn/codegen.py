@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
+import operator
 import os
 import re
 import sys
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from torch._C._dynamo.guards import _empty_strided_cuda
 
 from . import sass, turing
 
@@ -95,7 +97,7 @@ class Launch(NamedTuple):
 class Again(NamedTuple):
     """A launch without its tensors. Triton's own launch looks at every argument anew, which costs more than launching.
 
-    For tensors of the same types, shapes, strides and device, at addresses that are multiples of 16 if the first
+    For tensors of the same types, shapes, strides and device, at addresses that are multiples of 16 as the first
     ones' were.
     """
 
@@ -104,12 +106,10 @@ class Again(NamedTuple):
     device: int
     rest: tuple
 
-    def run(self, *tensors: torch.Tensor) -> None:
+    def run(self, addresses: list[int]) -> None:
         if self.device != torch._C._cuda_getDevice():
             with torch.cuda.device(self.device):
-                return self.run(*tensors)
-        # As numbers: of a tensor's address Triton asks the driver, each time, whether it is the GPU's.
-        addresses = [x.data_ptr() for x in tensors]
+                return self.run(addresses)
         compiled, stream = self.compiled, torch._C._cuda_getCurrentRawStream(self.device)
         if _is_watched():
             compiled[self.grid, 1, 1](*addresses, *self.rest, stream=stream)
@@ -118,15 +118,42 @@ class Again(NamedTuple):
             compiled.run(self.grid, 1, 1, stream, *code, None, None, None, *addresses, *self.rest)
 
 
-def launch(make: Callable[[], list[Launch]], tensors: tuple, key: Any, again: dict[Any, list[Again]] | None) -> None:
-    """Launch what make() gives on these tensors, or with a dictionary what it has under the key, once it has that."""
-    if again and (found := again.get(key)):
-        for one in found:
-            one.run(*tensors)
-    else:
-        made = [one.run() for one in make()]
-        if all(made) and again is not None:
-            again[key] = made
+# What a caller may keep of a call for calls that differ in the values of their tensors only: launches, and the sizes of
+# results. For the eager, on a GPU.
+Memory = dict[str, Any]
+
+
+def launch(make: Callable[[], list[Launch]], tensors: tuple, name: str, again: Memory | None) -> None:
+    """Launch what make() gives on these tensors, or what `again` has of an earlier call by that name."""
+    if again is not None:
+        # As numbers: of a tensor's address Triton asks the driver, each time, whether it is the GPU's.
+        addresses = [x.data_ptr() for x in tensors]
+        if not functools.reduce(operator.or_, addresses) % 16:
+            if found := again.get(name):
+                for one in found:
+                    one.run(addresses)
+                return
+            made = [one.run() for one in make()]
+            if all(made):
+                again[name] = made
+            return
+    for one in make():
+        one.run()
+
+
+def empty(make: Callable[[], torch.Tensor], name: str, again: Memory | None) -> torch.Tensor:
+    """make(), a tensor whose values do not matter, or one like that of an earlier call by that name.
+
+    That comes by the way of torch.compile's code, past the dispatcher, which takes half the time.
+    """
+    if again is None:
+        return make()
+    if name not in again:
+        x = make()
+        again[name] = x.get_device(), (tuple(x.shape), x.stride(), x.dtype)
+        return x
+    device, like = again[name]
+    return _empty_strided_cuda(*like) if device == torch._C._cuda_getDevice() else make()
 
 
 def _is_watched() -> bool:

@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .codegen import Launch, launch, pack_strides, settled_rows
+from .codegen import Launch, Memory, empty, launch, pack_strides, settled_rows
 from .configs import Tile, choose, tile_constants
 from .primitives import (
     HALF_SCALE,
@@ -194,23 +194,21 @@ def forward_launch(q, k, v, o, lse_log2, *, causal: bool, scale: float, tile: Ti
 
 
 def forward(
-    q, k, v, *, causal: bool, scale: float, tile: Tile | None = None, again: dict | None = None
+    q, k, v, *, causal: bool, scale: float, tile: Tile | None = None, again: Memory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, laid out as q is, and base-2 log-sum-exp (batch, heads, seqlen_q) of the scores, in fp32.
 
     q (batch, heads, seqlen_q, head_dim); k and v (batch, heads_k, seqlen_k, head_dim), heads a multiple of
-    heads_k; scale positive. tile is configs.choose's where none is given; again, which then remembers that too, is
-    codegen.launch's: one dictionary for each kind of q, k, v, causal and scale.
+    heads_k; scale positive. tile is configs.choose's where none is given; again, which then remembers that too, is one
+    dictionary for each kind of q, k, v, causal and scale.
     """
-    o = torch.empty_like(q)
-    batch, heads, seqlen_q, _ = q.shape
-    strides = heads * seqlen_q, seqlen_q, 1  # with which it takes the host a microsecond less
-    lse_log2 = torch.empty_strided((batch, heads, seqlen_q), strides, dtype=torch.float32, device=q.device)
+    o = empty(lambda: torch.empty_like(q), "o", again)
+    lse_log2 = empty(lambda: torch.empty(q.shape[:3], dtype=torch.float32, device=q.device), "lse_log2", again)
     tensors = (q, k, v, o, lse_log2)
 
     def make() -> list[Launch]:
         chosen = tile or choose("forward", q, q.shape[2], causal)
         return [forward_launch(*tensors, causal=causal, scale=scale, tile=chosen)]
 
-    launch(make, tensors, "forward", again)
+    launch(make, tensors, "forward kernel", again)
     return o, lse_log2

@@ -90,18 +90,20 @@ def forward(q, k, v, *, causal: bool, scale: float):
     return o, lse_log2
 
 
-def backward(q, k, v, o, lse_log2, do, dlse_log2, *, causal: bool, scale: float, needs=(True, True, True)):
+def delta(o, do, dlse_log2):
+    """rowsum(dO * O) (B, H, M) in fp32, without log2(e) * dlse_log2, the gradient of lse_log2, which may be None."""
+    rows = (o.float() * do.float()).sum(-1)
+    return rows if dlse_log2 is None else rows - LOG2E * dlse_log2
+
+
+def backward(q, k, v, do, lse_log2, delta, *, causal: bool, scale: float, needs=(True, True, True)):
     """FlashAttention-2, algorithm 2, in fp32: dq, dk, dv in their inputs' dtypes, None where not needed.
 
-    dlse_log2, the gradient of lse_log2, may be None. With dlse = log2(e) * dlse_log2:
-    dS = P * (dP - delta + dlse), dQ = scale * dS K, dK = scale * dS^T Q.
+    dS = P * (dP - delta), dQ = scale * dS K, dK = scale * dS^T Q.
     """
     dtype, groups, seqlen_q, seqlen_k = q.dtype, _head_groups(q, k), q.shape[2], k.shape[2]
     q, k, v = _by_key_head(q, groups), k.float().unsqueeze(2), v.float().unsqueeze(2)
-    do = _by_key_head(do, groups)
-    delta = (do * _by_key_head(o, groups)).sum(-1)  # [B, K, G, M]
-    if dlse_log2 is not None:
-        delta = delta - LOG2E * _by_key_head(dlse_log2, groups)
+    do, delta = _by_key_head(do, groups), _by_key_head(delta, groups)
     lse_log2 = _by_key_head(lse_log2, groups)
     lse_log2 = lse_log2.masked_fill(lse_log2 == -math.inf, math.inf)  # a row without a key: P = exp2(s - inf) = 0
     dq, dk, dv = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v)

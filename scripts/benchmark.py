@@ -40,6 +40,7 @@ SDPA = {
 PACKAGES = {"flash_attn_triton": "flash-attn-triton", "flash_attention_triton": "flash-attention-triton"}
 PEERS = ("flex", *PACKAGES)  # whose faults are theirs
 MEMORY_MODES = ("forward", "forward+backward")  # what a call of backward alone needs was allocated before it
+RELEASED = "released"  # forward+backward where the graph alone holds the output, as a model's does
 EAGER_MODES = ("forward", "forward+backward")  # what a model calls
 PARTS = LENGTHS, GROUPED, HOST = ("lengths", "grouped heads", "host cost")  # the column `part`
 
@@ -51,7 +52,7 @@ MIB = 1 << 20
 
 # What a run of one case and mode fills; None where there is no figure.
 COLUMNS = ("median_ms", "p20_ms", "p80_ms", "samples", "tflops", "matmul_tflops", "matmul_share", "wall_us")
-COLUMNS += ("extra_mib", "worst", "error", "bound", "status", "note")
+COLUMNS += ("extra_mib", "released_mib", "worst", "error", "bound", "status", "note")
 
 
 @dataclass(frozen=True)
@@ -419,8 +420,12 @@ def _check(
         return rows
 
     def extra_memory(mode: str) -> dict:
+        columns = {"extra_mib": mode} | ({"released_mib": RELEASED} if mode == "forward+backward" else {})
+        return {name: peak_mib(called) for name, called in columns.items()}
+
+    def peak_mib(mode: str) -> float:
         with _ready(provider, tensors, case.causal, mode) as call:
-            return {"extra_mib": measure.peak_memory(call, device) / MIB}
+            return measure.peak_memory(call, device) / MIB
 
     for mode in MEMORY_MODES:
         if mode in rows and rows[mode]["status"] == "measured":
@@ -525,6 +530,8 @@ def _ready(
         call = partial(provider.fn, *qkv, causal)
         if mode == "forward+backward":
             call = partial(_backward, call, qkv, do, retain_graph=False)
+        elif mode == RELEASED:
+            call = partial(_step, call, qkv, do)
         elif mode == "backward":
             o = call()
             call = partial(_backward, lambda: o, qkv, do, retain_graph=True)
@@ -533,6 +540,15 @@ def _ready(
 
 def _backward(forward: Callable[[], torch.Tensor], qkv: list[torch.Tensor], do: torch.Tensor, retain_graph: bool):
     return torch.autograd.grad(forward(), qkv, do, retain_graph=retain_graph)
+
+
+def _step(forward: Callable[[], torch.Tensor], qkv: list[torch.Tensor], do: torch.Tensor):
+    """_backward() with no hold on the output: its gradient is put in place of that of a sum, which needs no memory."""
+    o = forward()
+    o.register_hook(lambda _: do)
+    total = o.sum()
+    del o
+    return torch.autograd.grad(total, qkv)
 
 
 def _laid_out(provider: Provider, tensors: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:

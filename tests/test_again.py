@@ -1,5 +1,7 @@
 """A call like an earlier one takes a short cut (interface._kind, codegen.Again): it must compute the same."""
 
+from functools import partial
+
 import pytest
 import torch
 from oracle import DEVICE, inputs
@@ -167,32 +169,71 @@ def test_a_cpu_remembers_nothing():
 def test_a_backward_pass_that_is_watched_takes_the_operator(monkeypatch):
     """Compiled autograd, or a FLOP counter, may come after an eager forward pass that was remembered."""
 
+    def _delta(*args, **options):
+        raise AssertionError("not by the operator")
+
     def _backward(*args, **options):
         raise AssertionError("not by the operator")
 
-    q, k, v = inputs(1, 1, 5, 7, 8, dtype=torch.float32)
-    o, lse_log2 = autograd._forward(q, k, v, False, 0.5, "reference")
+    q, k, v = inputs(1, 1, 5, 7, 8, dtype=torch.float32, requires_grad=True)
+    o, _ = autograd.attend(q, k, v, False, 0.5, "reference", {})
+    monkeypatch.setattr(autograd, "_delta", _delta)
     monkeypatch.setattr(autograd, "_backward", _backward)
     monkeypatch.setattr(autograd, "eager", lambda q: False)
-    dq, dk, dv = autograd._AttentionBackward.run({}, q, k, v, o, lse_log2, o, None, False, 0.5, "reference", [True] * 3)
-    assert (dq.shape, dk.shape, dv.shape) == (q.shape, k.shape, v.shape)
+    for x, grad in zip((q, k, v), torch.autograd.grad(o.sum(), (q, k, v)), strict=True):
+        assert grad.shape == x.shape
 
 
-def test_launch_remembers_by_key():
-    ran = []
+class Made:
+    """A launch, and what is remembered of it."""
 
-    class Made:
-        def __init__(self, number):
-            self.number = number
+    def __init__(self, number, ran):
+        self.number, self.ran = number, ran
 
-        def run(self, *tensors):
-            ran.append((self.number, tensors))
-            return Made(-self.number)
+    def run(self, *addresses):
+        self.ran.append((self.number, *addresses))
+        return Made(-self.number, self.ran)
+
+
+def test_launch_remembers_by_name():
+    ran, again, q = [], {}, torch.zeros(5)
+
+    def launch(number, name, x):
+        codegen.launch(lambda: [Made(number, ran), Made(number + 1, ran)], (q, x), name, again)
+
+    launch(1, "a", q)
+    launch(3, "a", q)
+    launch(5, "b", q)
+    launch(7, "a", q[4:])
+    launch(9, "a", q[1:])  # whose address is no multiple of 16
+    first, second = [(1,), (2,)], [(-1, [q.data_ptr(), q.data_ptr()]), (-2, [q.data_ptr(), q.data_ptr()])]
+    third = [(-1, [q.data_ptr(), q.data_ptr() + 16]), (-2, [q.data_ptr(), q.data_ptr() + 16])]
+    assert ran == [*first, *second, (5,), (6,), *third, (9,), (10,)]
+    codegen.launch(lambda: [Made(11, ran)], (q,), "a", None)
+    assert ran[-1] == (11,)
+
+
+def test_a_misaligned_launch_is_not_remembered():
+    ran, again, q = [], {}, torch.zeros(5)
+    for x in (q[1:], q):
+        codegen.launch(lambda: [Made(1, ran)], (x,), "a", again)
+    assert ran == [(1,), (1,)] and again
+
+
+def test_empty_remembers_by_name(monkeypatch):
+    from torch._C._dynamo.guards import _empty_strided_cpu
+
+    monkeypatch.setattr(codegen, "_empty_strided_cuda", _empty_strided_cpu)
+    asked = []
+
+    def make():
+        asked.append(None)
+        return torch.empty(2, 3, 5, dtype=torch.float16).transpose(0, 1)
 
     again = {}
-    for number, key in ((1, "a"), (3, "a"), (5, "b"), (7, "a")):
-        codegen.launch(lambda: [Made(number), Made(number + 1)], ("q", "k"), key, again)  # noqa: B023
-    first, second = [(1, ()), (2, ())], [(-1, ("q", "k")), (-2, ("q", "k"))]
-    assert ran == [*first, *second, (5, ()), (6, ()), *second]
-    codegen.launch(lambda: [Made(9)], ("q",), "a", None)
-    assert ran[-1] == (9, ())
+    for device, times in ((-1, 1), (-1, 1), (1, 2)):  # -1 is a CPU's number; a GPU that is not the current one is asked
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", partial(int, device))
+        x = codegen.empty(make, "x", again)
+        assert (x.shape, x.stride(), x.dtype) == ((3, 2, 5), (5, 15, 1), torch.float16) and len(asked) == times
+    codegen.empty(make, "x", None)
+    assert len(asked) == 3

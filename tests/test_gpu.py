@@ -1,5 +1,7 @@
 """What only a GPU can show: compilations, large tensors, large grids, other devices."""
 
+import gc
+
 import pytest
 import torch
 from oracle import DEVICE, compare, inputs
@@ -64,7 +66,8 @@ def test_the_output_makes_room_for_the_gradients(kept):
         del o
         return torch.autograd.grad(loss, (q, k, v), retain_graph=kept), loss if kept else None
 
-    tensors = measure.peak_memory(step) / (q.numel() * q.itemsize)
+    gc.collect()  # what other tests left is not to go while this one counts
+    tensors = max(measure.peak_memory(step) for _ in range(3)) / (q.numel() * q.itemsize)
     assert 3 + kept <= tensors <= 3.2 + kept
     first, loss = step()
     if kept:

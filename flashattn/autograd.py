@@ -10,8 +10,9 @@ from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from . import configs, reference
+from .codegen import Memory
 
-DELTA_ROOM = 2.0**14  # bf16 on Turing: how much larger than the largest of dO delta may be before dO is scaled down
+LARGEST_DELTA = 2.0**14  # beside gradients that are scaled for fp16, which rounds dS = P * (dP - delta)
 
 
 @functools.cache  # once a process, whatever the warning filters
@@ -32,6 +33,11 @@ def _saturate(x: torch.Tensor) -> torch.Tensor:
     """x in fp16, values beyond its range at its ends; NaN stays NaN."""
     largest = torch.finfo(torch.float16).max
     return x.to(torch.float16).clamp(-largest, largest)  # before the cast, bf16 would round the bound up
+
+
+def _largest(x: torch.Tensor) -> torch.Tensor:
+    """The largest finite |x|: one row of NaN is not to cost the others their scale."""
+    return x.abs().nan_to_num(0.0, posinf=0.0).amax().float()
 
 
 @functools.cache  # not an import statement, which every call would pay for
@@ -59,8 +65,8 @@ def _delta_kernels(o, do, dlse_log2, *, again=None):
 
 def _backward_kernels(q, k, v, do, lse_log2, delta, *, causal, scale, needs, dtype=None, again=None):
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
-        # A power of two brings the incoming gradients into fp16's range, delta well into it; fp32 undoes it.
-        largest = torch.maximum(do.abs().amax().float(), delta.abs().amax() / DELTA_ROOM)
+        # A power of two brings the incoming gradients into fp16's range; fp32 undoes it.
+        largest = torch.maximum(_largest(do), _largest(delta) / LARGEST_DELTA)
         exponent = torch.frexp(largest).exponent.clamp(-126, 126)  # beyond, ldexp's own 2**exponent is no fp32
         do = torch.ldexp(do.float(), -exponent).to(torch.float16)
         grads = _backward_kernels(
@@ -78,11 +84,12 @@ def _backward_kernels(q, k, v, do, lse_log2, delta, *, causal, scale, needs, dty
 
 
 def _without_autocast(fn):
-    """The reference's products stay fp32 under autocast, which has cast q, k and v already."""
+    """The reference's products stay fp32 under autocast, which has cast q, k and v already; and make no graph."""
 
     def wrapped(q, *args, again=None, **kwargs):
         kind = q.device.type
-        with torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext():
+        autocast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
+        with autocast, torch.no_grad():
             return fn(q, *args, **kwargs)
 
     return wrapped
@@ -175,10 +182,10 @@ class _Attention(torch.autograd.Function):
         q, k, v, o, lse_log2 = ctx.saved_tensors
         do = torch.zeros_like(o) if do is None else do
         needs = list(ctx.needs_input_grad[:3])
-        again = _again(ctx.again, q, do, dlse_log2, needs)
+        again = _memory(ctx.again, (q, k, v, o, do), dlse_log2, needs)
         delta = _run(_delta, o, do, dlse_log2, ctx.settings[-1], again=again)
         del o
-        if not torch.compiler.is_compiling():  # which frees what it needs no more by itself
+        if not torch.compiler.is_compiling():  # compiled code frees by itself what it needs no more
             ctx.maybe_clear_saved_tensors()  # o makes room for the gradients, unless somebody else holds it
         # Only a graph of the backward pass, for a gradient of a gradient, makes autograd run this with gradients on.
         backward = _AttentionBackward.apply if torch.is_grad_enabled() else _AttentionBackward.run
@@ -186,11 +193,14 @@ class _Attention(torch.autograd.Function):
         return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
 
 
-def _again(again: dict | None, q, do, dlse_log2, needs) -> dict | None:
-    """Where the launches of a backward pass of this kind are remembered; None where they are not."""
-    if again is None or not eager(q):  # what looks on may have come, or gone, since the forward pass
+def _memory(again: Memory | None, tensors, dlse_log2, needs) -> Memory | None:
+    """What backward passes of this kind remember; None where they do not.
+
+    Since the forward pass, which had its own, hooks may have laid saved tensors out anew, and what looks on have come.
+    """
+    if again is None or not eager(tensors[0]):
         return None
-    return again.setdefault((do.stride(), dlse_log2 is None, *needs), {})
+    return again.setdefault((*[x.stride() for x in tensors], dlse_log2 is None, *needs), {})
 
 
 class _AttentionBackward(torch.autograd.Function):
@@ -213,7 +223,7 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def attend(
-    q, k, v, causal: bool, scale: float, backend: str, again: dict | None = None
+    q, k, v, causal: bool, scale: float, backend: str, again: Memory | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and base-2 log-sum-exp of validated tensors, differentiable where an input needs a gradient.
 

@@ -430,15 +430,15 @@ def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, t
 def delta(o, do, dlse_log2, *, again: Memory | None = None) -> torch.Tensor:
     """What backward() takes for delta, (batch, heads, seqlen_q) in fp32: the one thing that it needs o for.
 
-    do, laid out in any way, and dlse_log2 are the gradients of o and lse_log2; dlse_log2 may be None. again as of
+    do, laid out in any way, and dlse_log2 are the gradients of o and lse_log2; dlse_log2 may be None. again is that of
     backward().
     """
-    delta = empty(lambda: torch.empty(o.shape[:3], dtype=torch.float32, device=o.device), "delta", again)
+    rows = empty(lambda: torch.empty(o.shape[:3], dtype=torch.float32, device=o.device), "delta", again)
     # autograd may hand its gradient over with any strides.
     dlse_log2 = None if dlse_log2 is None else dlse_log2.contiguous()
-    tensors = (o, do, delta if dlse_log2 is None else dlse_log2, delta)
-    launch(lambda: [delta_launch(o, do, dlse_log2, delta)], tensors, "delta kernel", again)
-    return delta
+    tensors = (o, do, rows if dlse_log2 is None else dlse_log2, rows)
+    launch(lambda: [delta_launch(o, do, dlse_log2, rows)], tensors, "delta kernel", again)
+    return rows
 
 
 def backward(
@@ -448,7 +448,8 @@ def backward(
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dq, dk, dv, laid out as their inputs, in dtype (the inputs' unless given); None where needs is False.
 
-    Tensors and tiles as of forward(), do with any strides; again too, for each kind of do and needs besides.
+    Tensors and tiles as of forward(), do with any strides; again is one dictionary for each kind of q, k, v, o, do,
+    dlse_log2, causal, scale and needs.
     """
     dq, dk, dv = (
         empty(partial(torch.empty_like, x, dtype=dtype), name, again) if need else None

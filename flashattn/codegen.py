@@ -20,9 +20,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from torch._C._dynamo.guards import _empty_strided_cuda
+from torch._C._dynamo import guards
 
 from . import sass, turing
+
+_empty_strided_cuda = getattr(guards, "_empty_strided_cuda", None)  # torch's own: another release may lack it
 
 # Strides are handed over in units of 8 elements where all of them allow it: the compiler then knows that every row is
 # 16-byte aligned, for head dims like 40 or 72 too, and of the strides' values only settled_rows enter the cache key.
@@ -124,21 +126,21 @@ Memory = dict[str, Any]
 
 
 def launch(make: Callable[[], list[Launch]], tensors: tuple, name: str, again: Memory | None) -> None:
-    """Launch what make() gives on these tensors, or what `again` has of an earlier call by that name."""
-    if again is not None:
-        # As numbers: of a tensor's address Triton asks the driver, each time, whether it is the GPU's.
-        addresses = [x.data_ptr() for x in tensors]
-        if not functools.reduce(operator.or_, addresses) % 16:
-            if found := again.get(name):
-                for one in found:
-                    one.run(addresses)
-                return
-            made = [one.run() for one in make()]
-            if all(made):
-                again[name] = made
-            return
-    for one in make():
-        one.run()
+    """Launch what make() gives on these tensors, or what `again` has of an earlier call by that name.
+
+    Where an address is no multiple of 16, `again` has nothing, and keeps nothing.
+    """
+    # As numbers: of a tensor's address Triton asks the driver, each time, whether it is the GPU's.
+    if again is None or functools.reduce(operator.or_, addresses := [x.data_ptr() for x in tensors]) % 16:
+        for one in make():
+            one.run()
+    elif found := again.get(name):
+        for one in found:
+            one.run(addresses)
+    else:
+        made = [one.run() for one in make()]
+        if all(made):
+            again[name] = made
 
 
 def empty(make: Callable[[], torch.Tensor], name: str, again: Memory | None) -> torch.Tensor:
@@ -153,7 +155,7 @@ def empty(make: Callable[[], torch.Tensor], name: str, again: Memory | None) -> 
         again[name] = x.get_device(), (tuple(x.shape), x.stride(), x.dtype)
         return x
     device, like = again[name]
-    return _empty_strided_cuda(*like) if device == torch._C._cuda_getDevice() else make()
+    return _empty_strided_cuda(*like) if _empty_strided_cuda and device == torch._C._cuda_getDevice() else make()
 
 
 def _is_watched() -> bool:

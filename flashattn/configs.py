@@ -36,7 +36,8 @@ class Tile:
     reload (dK/dV only) loads K and V anew for each query block, where shared memory cannot hold both.
     Forward only, and for sm_75, where nothing loads behind a kernel's back: q_in_registers keeps Q there and not in
     shared memory, whose reads are the bottleneck; k_transposed loads K as the dot takes it; k_ahead and v_ahead load
-    the next block's K and V into registers beside this block; integer_p (fp16) rounds P by primitives.to_half.
+    the next block's K and V into registers beside this block; integer_p (fp16) computes P shifted, for
+    primitives.to_half to round.
     hold (dK/dV and dQ, 16 bits, on sm_75) keeps the two tiles of the program's own rows in registers, and loads each
     pair that streams by a block ahead: Turing reads shared memory at half the rate of later chips, and Triton pipelines
     nothing there. It wants 16 own rows a warp or more, and as many in all as the head dim: warps are else laid out

@@ -151,8 +151,8 @@ def forward_kernel(
             K_TRANSPOSED, K_AHEAD, V_AHEAD, INTEGER_P, MASKED,
         )  # fmt: skip
 
-    # A row without a key has the sum 0; it gets output 0, lse -inf.
-    empty = l_i == 0.0
+    # A row without a key keeps its maximum; it gets output 0, lse -inf.
+    empty = m_i == float("-inf")
     l_i = tl.where(empty, 1.0, l_i)
     if INTEGER_P:
         l_i *= 2.0**HALF_SHIFT

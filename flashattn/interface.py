@@ -111,7 +111,7 @@ def _kind(q, k, v, causal, scale, backend) -> tuple | None:
         k.shape, k.stride(), k.dtype, k.get_device(),
         v.shape, v.stride(), v.dtype, v.get_device(),
         causal, scale, backend, configs.tunings,
-        torch.is_autocast_enabled() and torch.get_autocast_dtype("cuda"),  # on CUDA; by name it takes longer
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
     )  # fmt: skip
 
 

@@ -9,8 +9,8 @@ import triton
 import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
-HALF_SHIFT = tl.constexpr(101)  # see to_half()
-HALF_SCALE = tl.constexpr(2.0 ** (127 - 15 - 101))
+HALF_SHIFT = tl.constexpr(97)  # see to_half()
+HALF_SCALE = tl.constexpr(2.0 ** (127 - 15 - HALF_SHIFT.value))
 
 
 @triton.jit
@@ -88,10 +88,10 @@ def to_half(p):
 
     In integers, since conversions share the exponentials' pipe. Of so small a p the three highest bits of the exponent
     are 0. Without them its bias is fp16's, 15 and not 127: the rest of it and ten bits of the mantissa are the number.
-    A P under 2**-25 may become 0.
+    A smaller shift would leave one of those bits, a larger one has exp2 lose more: it gives 0 under 2**-126.
 
-    The exponentials have to give p as it is: of a product with a power of two, ptxas (12.4 to 12.9) takes that power
-    for a part of the shift below.
+    The exponentials have to give p as it is. A product with a power of two in between is miscompiled: ptxas (12.4 to
+    12.9) takes that power for a part of the shift below. compile_tiles.py in tests/ looks for the shift.
     """
     bits = p.to(tl.int32, bitcast=True)
     return ((bits * 8 + 0x8000) >> 16).to(tl.int16).to(tl.float16, bitcast=True)

@@ -39,8 +39,13 @@ SDPA = {
 }
 PACKAGES = {"flash_attn_triton": "flash-attn-triton", "flash_attention_triton": "flash-attention-triton"}
 PEERS = ("flex", *PACKAGES)  # whose faults are theirs
-MEMORY_MODES = ("forward", "forward+backward")  # what a call of backward alone needs was allocated before it
-RELEASED = "released"  # forward+backward where the graph alone holds the output, as a model's does
+RELEASED = "forward+backward, released"  # where only the graph holds the output, as in a model
+# Mode, column, what is called; none of backward alone, since what that needs was allocated before.
+MEMORY = (
+    ("forward", "extra_mib", "forward"),
+    ("forward+backward", "extra_mib", "forward+backward"),
+    ("forward+backward", "released_mib", RELEASED),
+)
 EAGER_MODES = ("forward", "forward+backward")  # what a model calls
 PARTS = LENGTHS, GROUPED, HOST = ("lengths", "grouped heads", "host cost")  # the column `part`
 
@@ -419,18 +424,14 @@ def _check(
     if not memory or device.type != "cuda":
         return rows
 
-    def extra_memory(mode: str) -> dict:
-        columns = {"extra_mib": mode} | ({"released_mib": RELEASED} if mode == "forward+backward" else {})
-        return {name: peak_mib(called) for name, called in columns.items()}
-
-    def peak_mib(mode: str) -> float:
+    def extra_mib(mode: str) -> float:
         with _ready(provider, tensors, case.causal, mode) as call:
             return measure.peak_memory(call, device) / MIB
 
-    for mode in MEMORY_MODES:
+    for mode, column, called in MEMORY:
         if mode in rows and rows[mode]["status"] == "measured":
             try:
-                rows[mode] = rows[mode] | extra_memory(mode)
+                rows[mode] = rows[mode] | {column: extra_mib(called)}
             except Exception as error:
                 rows[mode] = rows[mode] | _failure(error)
     return rows

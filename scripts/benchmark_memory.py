@@ -19,7 +19,7 @@ def main() -> int:
         print("benchmark_memory.py needs a CUDA device: peak memory is read from its allocator", file=sys.stderr)
         return 2
 
-    rows = benchmark.sweep(benchmark.cases_of(args), benchmark.MEMORY_MODES, device, time=False)
+    rows = benchmark.sweep(benchmark.cases_of(args), benchmark.EAGER_MODES, device, time=False)
     measure.write_csv(args.output / "memory.csv", rows)
     frame = pd.DataFrame(rows)
     benchmark_report.save_figure(frame, "extra_mib", "peak extra MiB", args.output / "memory.png", log=True)

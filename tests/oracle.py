@@ -6,7 +6,6 @@ import torch
 
 from flashattn import attention
 from flashattn.configs import choose
-from flashattn.primitives import HALF_SHIFT
 from flashattn.reference import dense_attention
 from flashattn.testing import check, largest_score, make_inputs, score_condition
 
@@ -39,14 +38,15 @@ def compare(q, k, v, *, causal=False, scale=None, backend="triton", do=None, dls
         assert actual.dtype == q.dtype
     # lse is fp32 whatever the inputs are, so its baseline is PyTorch in fp32.
     fp32 = dense(leaves, causal, scale, do, dlse, torch.float32)
-    shifted = backend == "triton" and q.numel() and choose("forward", q, q.shape[2], causal).integer_p
-    check("lse", lse, exact["lse"], fp32["lse"], terms=lse_terms(shifted))
+    check("lse", lse, exact["lse"], fp32["lse"], terms=lse_terms(q, k) if backend == "triton" else 0.0)
     return o, lse, grads
 
 
-def lse_terms(shifted):
-    """check()'s terms for lse: a tile with integer_p adds HALF_SHIFT to it in base 2, and takes it off again."""
-    return HALF_SHIFT.value * math.log(2) if shifted else 0.0
+def lse_terms(q, k, tile=None):
+    """check()'s terms for lse: with integer_p, exponents of 64 to 128 in base 2, and what exp2 loses of each key."""
+    if not q.numel() or not (tile or choose("forward", q, q.shape[2], False)).integer_p:
+        return 0.0
+    return 32 * math.log(2) + k.shape[2] * 2.0**-29 / (2 * torch.finfo(torch.float32).eps)
 
 
 def dense(leaves, causal, scale, do, dlse, dtype):

@@ -127,6 +127,18 @@ def test_only_what_is_needed_is_computed_again():
 
 
 @pytest.mark.gpu
+def test_saved_tensors_that_hooks_laid_out_anew():
+    """As offloading to the CPU does, for some layers and not for others."""
+    q, k, v = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in inputs(1, 4, 200, 200, 64))
+    do = torch.randn_like(q)
+    expected = afresh(q, k, v, do)
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
+        actual = gradients(q, k, v, do)
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.gpu
 def test_what_is_refused_stays_refused():
     q, k, v = inputs(1, 2, 20, 20, 16)
     attention(q, k, v, causal=True, scale=1.0)

@@ -313,10 +313,20 @@ def test_sustained(monkeypatch):
     assert benchmark.sustained(CASE, 0.05, CPU) == [] and rests == [0.05] * 3
 
 
+@pytest.mark.parametrize("mode", ["forward+backward", benchmark.RELEASED])
+def test_both_ways_to_measure_memory_compute_the_gradients(mode):
+    tensors = benchmark.random_tensors(CASE, CPU)
+    expected = benchmark.results(benchmark.naive_attention, tensors, CASE.causal, gradients=True)
+    provider = benchmark.Provider("naive", benchmark.naive_attention)
+    with benchmark._ready(provider, tensors, CASE.causal, mode) as call:
+        for grad, name in zip(call(), ("dq", "dk", "dv"), strict=True):
+            assert torch.equal(grad, expected[name])
+
+
 def test_memory_reduction():
     shape = {"head_dim": 64, "causal": False}
     rows = [
-        {"provider": p, "mode": m, "seqlen": n, "extra_mib": x, **shape}
+        {"provider": p, "mode": m, "seqlen": n, "extra_mib": x, "released_mib": x and x - 1, **shape}
         for p, m, n, x in (
             ("naive", "forward", 512, 30.0),
             ("flashattn", "forward", 512, 2.0),
@@ -327,6 +337,7 @@ def test_memory_reduction():
     ]
     reduction = benchmark_report.memory_reduction(pd.DataFrame(rows))
     assert reduction.loc[("forward", 64, False, 512), "reduction"] == 15
+    assert reduction.loc[("forward", 64, False, 512), "released"] == 1
     assert reduction["reduction"].isna().tolist() == [False, True]
 
 

@@ -10,6 +10,7 @@ from oracle import DEVICE, dense, inputs, lse_terms
 
 from flashattn import configs, turing
 from flashattn.configs import DEVICES, PASSES, TILES, Device, Tile
+from flashattn.reference import dense_attention
 from flashattn.testing import check, score_condition
 
 HERE = configs.device_of(torch.device(DEVICE))
@@ -59,7 +60,7 @@ def test_every_tile(pass_, itemsize, head_dim, tile, causal):
         o, lse_log2 = forward(q, k, v, **options, tile=tile)
         check("o", o, exact["o"], baseline["o"], condition=condition)
         lse, fp32 = lse_log2 * math.log(2), dense(leaves, causal, None, do, None, torch.float32)
-        check("lse", lse, exact["lse"], fp32["lse"], terms=lse_terms(tile.integer_p))
+        check("lse", lse, exact["lse"], fp32["lse"], terms=lse_terms(q, k, tile))
         return
     lse_log2 = (exact["lse"] / math.log(2)).float().detach()
     needs = (pass_ == "dq", pass_ == "dkdv", pass_ == "dkdv")
@@ -87,6 +88,22 @@ def test_q_reaches_the_registers_unchanged(head_dim):
         _, lse_log2 = forward(q, key, key, causal=False, scale=scale, tile=tile)
         assert torch.allclose(lse_log2[0, 0, i] * math.log(2), elements[i].float() * scale, rtol=1e-5, atol=0)
         assert torch.equal(lse_log2[0, 0].nonzero().flatten().cpu(), torch.tensor([i]))
+
+
+@pytest.mark.parametrize("distance", [14.0, 17.5, 19.0])
+def test_one_key_far_above_thousands(distance):
+    """What a shifted exponential, which is 0 from 2**-126 on, loses of a key, it loses of all of them."""
+    from flashattn.forward import forward
+
+    tile = next(tile for tile in TILES["sm_75"]["forward", 2][128] if tile.integer_p and not tile.k_ahead)
+    q, k, v = inputs(1, 1, 3, 8193, 128)
+    q[..., 0], k[:] = 1.0, 0.0
+    k[:, :, 100, 0] = distance
+    o, lse_log2 = forward(q, k, v, causal=False, scale=1.0, tile=tile)
+    exact, lse = dense_attention(q, k, v, scale=1.0)
+    check("o", o, exact, dense_attention(q, k, v, scale=1.0, dtype=q.dtype)[0])
+    adding_up = 8193 / tile.block_n * torch.finfo(torch.float32).eps
+    assert (lse_log2 * math.log(2) - lse).abs().max() < 8193 * 2.0**-29 + adding_up
 
 
 @pytest.mark.parametrize("architecture", TILES)

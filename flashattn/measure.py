@@ -52,6 +52,7 @@ ROUNDS = 5  # of calls that are timed in turns
 TURN_WARMUP_MS = 2.0  # the clocks are up from the turn before
 LONG_MS = 100.0  # from here on a call does not warm up at each turn
 WALL_CALLS = 200  # at most, of one sample of wall time
+WALL_ROUNDS = 25  # one sample each: a host's pace wanders more than a GPU's
 CHUNK_S = 0.1  # how long sustained() runs between two looks at the clock
 
 
@@ -163,16 +164,16 @@ def time_in_turns(
 
     Returns for each name its timing and the median of live_state() while it ran, or the exception that it raised.
     """
-    device = device or default_device()
+    device, rounds = device or default_device(), WALL_ROUNDS if wall else ROUNDS
     plans, samples, states, failed = {}, {name: [] for name in calls}, {name: [] for name in calls}, {}
 
     def plan(name: str) -> None:
         with calls[name]() as call:
             launches, count, estimate_ms = _plan(call, budget_ms, min_samples, device)
         if wall:
-            launches, count = min(max(int(budget_ms / ROUNDS / estimate_ms), 1), WALL_CALLS), ROUNDS
+            launches, count = min(max(int(budget_ms / ROUNDS / estimate_ms), 1), WALL_CALLS), rounds
         warmup = math.ceil(TURN_WARMUP_MS / estimate_ms) if estimate_ms < LONG_MS or name in warm_up else 0
-        plans[name] = warmup, launches, math.ceil(count / ROUNDS)
+        plans[name] = warmup, launches, math.ceil(count / rounds)
 
     def take(name: str) -> None:
         warmup, launches, count = plans[name]
@@ -182,7 +183,7 @@ def time_in_turns(
             sample = _wall_samples if wall else _samples
             samples[name] += sample(call, launches, count, device, lambda: states[name].append(live_state(device)))
 
-    for turn in range(ROUNDS + 1):
+    for turn in range(rounds + 1):
         for name in list(calls)[:: -1 if turn % 2 else 1]:
             if name not in failed:
                 try:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
+from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
 from torch.utils._python_dispatch import _get_current_dispatch_mode
 
@@ -161,6 +162,16 @@ def eager(q: torch.Tensor) -> bool:
     )
 
 
+def _transforms_gradients() -> bool:
+    """Whether a torch.func transform is at work that would lose gradients: vmap hides what needs them."""
+    return (
+        torch.is_grad_enabled()
+        and not torch.compiler.is_compiling()
+        and torch._C._are_functorch_transforms_active()
+        and peek_interpreter_stack().key() != TransformType.Functionalize
+    )
+
+
 def _run(operator, q, *args, again):
     """_forward or _backward, by itself where it may; `again` is then handed on."""
     if again is not None or eager(q):
@@ -231,6 +242,11 @@ def attend(
     """
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise NotImplementedError("flashattn.attention: forward-mode differentiation is not supported")
+    if again is None and _transforms_gradients():
+        raise NotImplementedError(
+            "flashattn.attention: torch.func transforms (vmap, grad, vjp, ...) are not supported where gradients are; "
+            "use torch.autograd.grad and the batch dimension, or vmap under torch.no_grad()"
+        )
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, (causal, scale, backend), again)
     if again is not None:  # as _run() has it, in two steps fewer

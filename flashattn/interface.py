@@ -55,7 +55,8 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came, what is accepted.
-        NotImplementedError: backend="triton" where it cannot run; a gradient of a gradient; forward-mode gradients.
+        NotImplementedError: backend="triton" where it cannot run; a gradient of a gradient; forward-mode gradients;
+            torch.func transforms (vmap, grad, ...) where gradients are.
 
     The same inputs give the same bits, forward and backward. float32 uses IEEE products, never TF32; scores,
     softmax and sums are float32 for every dtype. Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.

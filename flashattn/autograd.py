@@ -4,6 +4,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import NamedTuple
 
 import torch
 from torch._C._functorch import TransformType, peek_interpreter_stack
@@ -41,13 +42,19 @@ def _largest(x: torch.Tensor) -> torch.Tensor:
     return x.abs().nan_to_num(0.0, posinf=0.0).amax().float()
 
 
+class _Passes(NamedTuple):
+    forward: Callable
+    delta: Callable
+    backward: Callable
+
+
 @functools.cache  # not an import statement, which every call would pay for
-def _kernels() -> tuple[Callable, Callable, Callable]:
-    """Forward, delta and backward in Triton, which a machine may lack."""
+def _kernels() -> _Passes:
+    """The passes in Triton, which a machine may lack."""
     from .backward import backward, delta
     from .forward import forward
 
-    return forward, delta, backward
+    return _Passes(forward, delta, backward)
 
 
 def _forward_kernels(q, k, v, *, causal, scale, again=None):
@@ -55,13 +62,13 @@ def _forward_kernels(q, k, v, *, causal, scale, again=None):
         _warn_bf16()
         o, lse_log2 = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale, again=again)
         return o.to(q.dtype), lse_log2
-    return _kernels()[0](q, k, v, causal=causal, scale=scale, again=again)
+    return _kernels().forward(q, k, v, causal=causal, scale=scale, again=again)
 
 
 def _delta_kernels(o, do, dlse_log2, *, again=None):
     if o.dtype == torch.bfloat16 and _lacks_bf16(o.device):
         o, do = o.float(), do.float()
-    return _kernels()[1](o, do, dlse_log2, again=again)
+    return _kernels().delta(o, do, dlse_log2, again=again)
 
 
 def _backward_kernels(q, k, v, do, lse_log2, delta, *, causal, scale, needs, dtype=None, again=None):
@@ -81,7 +88,7 @@ def _backward_kernels(q, k, v, do, lse_log2, delta, *, causal, scale, needs, dty
         )
         return tuple(g if g is None else torch.ldexp(g, exponent).to(q.dtype) for g in grads)
     options = {"causal": causal, "scale": scale, "needs": needs, "dtype": dtype}
-    return _kernels()[2](q, k, v, do, lse_log2, delta, **options, again=again)
+    return _kernels().backward(q, k, v, do, lse_log2, delta, **options, again=again)
 
 
 def _without_autocast(fn):
@@ -97,8 +104,8 @@ def _without_autocast(fn):
 
 
 _BACKENDS = {
-    "triton": (_forward_kernels, _delta_kernels, _backward_kernels),
-    "reference": tuple(map(_without_autocast, (reference.forward, reference.delta, reference.backward))),
+    "triton": _Passes(_forward_kernels, _delta_kernels, _backward_kernels),
+    "reference": _Passes(*map(_without_autocast, (reference.forward, reference.delta, reference.backward))),
 }
 
 _operators = torch.library.Library("flashattn", "DEF")
@@ -114,7 +121,7 @@ _operators.define(
 
 @torch.library.impl(_operators, "forward", "CompositeExplicitAutograd")
 def _forward(q, k, v, causal, scale, backend, again=None):
-    return _BACKENDS[backend][0](q, k, v, causal=causal, scale=scale, again=again)
+    return _BACKENDS[backend].forward(q, k, v, causal=causal, scale=scale, again=again)
 
 
 @torch.library.register_fake("flashattn::forward", lib=_operators)
@@ -124,7 +131,7 @@ def _forward_fake(q, k, v, causal, scale, backend):
 
 @torch.library.impl(_operators, "delta", "CompositeExplicitAutograd")
 def _delta(o, do, dlse_log2, backend, again=None):
-    return _BACKENDS[backend][1](o, do, dlse_log2, again=again)
+    return _BACKENDS[backend].delta(o, do, dlse_log2, again=again)
 
 
 @torch.library.register_fake("flashattn::delta", lib=_operators)
@@ -137,8 +144,8 @@ def _backward(q, k, v, do, lse_log2, delta, causal, scale, backend, needs, again
     if do.numel() == 0:  # no query: no kernel would write dk and dv
         grads = [torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
     else:
-        backward, settings = _BACKENDS[backend][2], {"causal": causal, "scale": scale, "needs": needs}
-        grads = backward(q, k, v, do, lse_log2, delta, **settings, again=again)
+        settings = {"causal": causal, "scale": scale, "needs": needs, "again": again}
+        grads = _BACKENDS[backend].backward(q, k, v, do, lse_log2, delta, **settings)
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # an operator returns tensors only
 
 
@@ -250,5 +257,5 @@ def attend(
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         return _Attention.apply(q, k, v, (causal, scale, backend), again)
     if again is not None:  # as _run() has it, in two steps fewer
-        return _BACKENDS[backend][0](q, k, v, causal=causal, scale=scale, again=again)
+        return _BACKENDS[backend].forward(q, k, v, causal=causal, scale=scale, again=again)
     return _run(_forward, q, k, v, causal, scale, backend, again=None)

@@ -5,11 +5,22 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from oracle import DEVICE
 
 from flashattn import attention, interface
 
 Q = torch.zeros(2, 4, 5, 8)
 K = torch.zeros(2, 2, 6, 8)
+
+
+def on_device(x):  # where a call that can be remembered is looked at first
+    return x.to(DEVICE)
+
+
+def nested(x):
+    with warnings.catch_warnings(action="ignore"):  # PyTorch's, that they are a prototype
+        return torch.nested.nested_tensor(list(on_device(x)))
+
 
 CASES = {
     "not a tensor": (lambda: attention([1.0], K, K), TypeError, "q must be a torch.Tensor, got list"),
@@ -34,7 +45,8 @@ CASES = {
     "scale nan": (lambda: attention(Q, K, K, scale=float("nan")), ValueError, "scale must be finite.* got nan"),
     "scale 1e39": (lambda: attention(Q, K, K, scale=1e39), ValueError, "scale must be finite.* float32, got 1e\\+39"),
     "scale 10**400": (lambda: attention(Q, K, K, scale=10**400), ValueError, "scale must be finite"),
-    "sparse": (lambda: attention(Q.to_sparse(), K, K), TypeError, "q must be a dense tensor, got layout"),
+    "sparse": (lambda: attention(on_device(Q).to_sparse(), K, K), TypeError, "q must be a dense tensor, got torch.sp"),
+    "nested": (lambda: attention(on_device(Q), nested(K), K), TypeError, "k must be a dense tensor, got a nested one"),
     "no string": (lambda: attention(Q, K, K, backend=None), ValueError, "backend must be one of .* got None"),
     "backend": (lambda: attention(Q, K, K, backend="cuda"), ValueError, "backend must be one of auto, .* got 'cuda'"),
 }

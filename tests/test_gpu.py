@@ -126,11 +126,13 @@ def test_offsets_beyond_32_bits_between_heads_and_within_rows():
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
 def test_tensors_on_another_device():
     q, k, v = inputs(1, 2, 100, 90, 64, device="cuda:1", requires_grad=True)
-    with torch.cuda.device(0):
-        o = attention(q, k, v, causal=True)
-        grads = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
     here = [x.detach().to("cuda:0").requires_grad_() for x in (q, k, v)]
     expected = attention(*here, causal=True)
-    assert o.device == q.device and torch.equal(o.cpu(), expected.cpu())
-    for a, b in zip(grads, torch.autograd.grad(expected, here, torch.ones_like(expected)), strict=True):
-        assert torch.equal(a.cpu(), b.cpu())
+    expected_grads = torch.autograd.grad(expected, here, torch.ones_like(expected))
+    for current in (0, 0, 1, 1):  # twice each: the second call is remembered
+        with torch.cuda.device(current):
+            o = attention(q, k, v, causal=True)
+            grads = torch.autograd.grad(o, (q, k, v), torch.ones_like(o))
+        assert o.device == q.device and torch.equal(o.cpu(), expected.cpu())
+        for a, b in zip(grads, expected_grads, strict=True):
+            assert a.device == q.device and torch.equal(a.cpu(), b.cpu())

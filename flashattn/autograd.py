@@ -9,10 +9,10 @@ from typing import NamedTuple
 import torch
 from torch._C._functorch import TransformType, peek_interpreter_stack
 from torch.autograd import forward_ad
-from torch.utils._python_dispatch import _get_current_dispatch_mode
+from torch.utils.flop_counter import register_flop_formula
 
 from . import configs, reference
-from .codegen import Memory
+from .launcher import LaunchCache
 
 LARGEST_DELTA = 2.0**14  # beside gradients that are scaled for fp16, which rounds dS = P * (dP - delta)
 
@@ -57,21 +57,21 @@ def _kernels() -> _Passes:
     return _Passes(forward, delta, backward)
 
 
-def _forward_kernels(q, k, v, *, causal, scale, again=None):
+def _forward_kernels(q, k, v, *, causal, scale, cache=None):
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
         _warn_bf16()
-        o, lse_log2 = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale, again=again)
+        o, lse_log2 = _forward_kernels(*map(_saturate, (q, k, v)), causal=causal, scale=scale, cache=cache)
         return o.to(q.dtype), lse_log2
-    return _kernels().forward(q, k, v, causal=causal, scale=scale, again=again)
+    return _kernels().forward(q, k, v, causal=causal, scale=scale, cache=cache)
 
 
-def _delta_kernels(o, do, dlse_log2, *, again=None):
+def _delta_kernels(o, do, dlse_log2, *, cache=None):
     if o.dtype == torch.bfloat16 and _lacks_bf16(o.device):
         o, do = o.float(), do.float()
-    return _kernels().delta(o, do, dlse_log2, again=again)
+    return _kernels().delta(o, do, dlse_log2, cache=cache)
 
 
-def _backward_kernels(q, k, v, do, lse_log2, delta, *, causal, scale, needs, dtype=None, again=None):
+def _backward_kernels(q, k, v, do, lse_log2, delta, *, causal, scale, needs, dtype=None, cache=None):
     if q.dtype == torch.bfloat16 and _lacks_bf16(q.device):
         # A power of two brings the incoming gradients into fp16's range; fp32 undoes it.
         largest = torch.maximum(_largest(do), _largest(delta) / LARGEST_DELTA)
@@ -84,17 +84,17 @@ def _backward_kernels(q, k, v, do, lse_log2, delta, *, causal, scale, needs, dty
             scale=scale,
             needs=needs,
             dtype=torch.float32,
-            again=again,
+            cache=cache,
         )
         return tuple(g if g is None else torch.ldexp(g, exponent).to(q.dtype) for g in grads)
     options = {"causal": causal, "scale": scale, "needs": needs, "dtype": dtype}
-    return _kernels().backward(q, k, v, do, lse_log2, delta, **options, again=again)
+    return _kernels().backward(q, k, v, do, lse_log2, delta, **options, cache=cache)
 
 
 def _without_autocast(fn):
     """The reference's products stay fp32 under autocast, which has cast q, k and v already; and make no graph."""
 
-    def wrapped(q, *args, again=None, **kwargs):
+    def wrapped(q, *args, cache=None, **kwargs):
         kind = q.device.type
         autocast = torch.autocast(kind, enabled=False) if torch.amp.is_autocast_available(kind) else nullcontext()
         with autocast, torch.no_grad():
@@ -120,8 +120,8 @@ _operators.define(
 
 
 @torch.library.impl(_operators, "forward", "CompositeExplicitAutograd")
-def _forward(q, k, v, causal, scale, backend, again=None):
-    return _BACKENDS[backend].forward(q, k, v, causal=causal, scale=scale, again=again)
+def _forward(q, k, v, causal, scale, backend, cache=None):
+    return _BACKENDS[backend].forward(q, k, v, causal=causal, scale=scale, cache=cache)
 
 
 @torch.library.register_fake("flashattn::forward", lib=_operators)
@@ -130,8 +130,8 @@ def _forward_fake(q, k, v, causal, scale, backend):
 
 
 @torch.library.impl(_operators, "delta", "CompositeExplicitAutograd")
-def _delta(o, do, dlse_log2, backend, again=None):
-    return _BACKENDS[backend].delta(o, do, dlse_log2, again=again)
+def _delta(o, do, dlse_log2, backend, cache=None):
+    return _BACKENDS[backend].delta(o, do, dlse_log2, cache=cache)
 
 
 @torch.library.register_fake("flashattn::delta", lib=_operators)
@@ -140,11 +140,11 @@ def _delta_fake(o, do, dlse_log2, backend):
 
 
 @torch.library.impl(_operators, "backward", "CompositeExplicitAutograd")
-def _backward(q, k, v, do, lse_log2, delta, causal, scale, backend, needs, again=None):
+def _backward(q, k, v, do, lse_log2, delta, causal, scale, backend, needs, cache=None):
     if do.numel() == 0:  # no query: no kernel would write dk and dv
         grads = [torch.zeros_like(x) if need else None for x, need in zip((q, k, v), needs, strict=True)]
     else:
-        settings = {"causal": causal, "scale": scale, "needs": needs, "again": again}
+        settings = {"causal": causal, "scale": scale, "needs": needs, "cache": cache}
         grads = _BACKENDS[backend].backward(q, k, v, do, lse_log2, delta, **settings)
     return tuple(q.new_empty(0) if g is None else g for g in grads)  # an operator returns tensors only
 
@@ -155,82 +155,124 @@ def _backward_fake(q, k, v, do, lse_log2, delta, causal, scale, backend, needs):
     return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in inputs)
 
 
-def eager(q: torch.Tensor) -> bool:
-    """Whether nothing looks on, so that an operator may run without the dispatcher.
+def _flops(products: int, q_shape, k_shape, *args, **kwargs) -> int:
+    """What torch.utils.flop_counter counts; its formulas for SDPA leave the mask out too."""
+    batch, heads, seqlen_q, head_dim = q_shape
+    return 2 * products * batch * heads * seqlen_q * k_shape[2] * head_dim
 
-    torch.compile, tracers, fake tensors, FLOP counters, torch.func and the like must see the operator.
+
+for _operator, _products in ((torch.ops.flashattn.forward, 2), (torch.ops.flashattn.backward, 5)):
+    register_flop_formula(_operator)(functools.partial(_flops, _products))
+
+
+# What a thread's dispatches go through besides their tensors: this, and less of it in inference mode.
+_KEYS = torch._C.DispatchKeySet(torch._C.DispatchKey.BackendSelect)
+_UNWATCHED = _KEYS.add(torch._C.DispatchKey.ADInplaceOrView).raw_repr(), _KEYS.raw_repr()
+
+
+def unwatched() -> bool:
+    """Whether no torch.compile, tracer, fake tensor mode, FLOP counter, vmap or the like must see an operator."""
+    return not torch.compiler.is_compiling() and torch._C._dispatch_tls_local_include_set().raw_repr() in _UNWATCHED
+
+
+def eager(*tensors: torch.Tensor) -> bool:
+    """Whether an operator may run on these tensors without the dispatcher.
+
+    It may not where it is watched; nor on subclasses, and on tensors that are not what their memory says: lazy
+    negations (torch.Tensor.is_neg), and gradients that are known to be 0.
     """
-    return (
-        type(q) in (torch.Tensor, torch.nn.Parameter)
-        and not torch.compiler.is_compiling()
-        and _get_current_dispatch_mode() is None
-        and not torch._C._are_functorch_transforms_active()
-        and not torch.jit.is_tracing()
+    return unwatched() and all(
+        type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_neg() and not x._is_zerotensor() for x in tensors
     )
 
 
-def _transforms_gradients() -> bool:
-    """Whether a torch.func transform is at work that would lose gradients: vmap hides what needs them."""
-    return (
-        torch.is_grad_enabled()
-        and not torch.compiler.is_compiling()
-        and torch._C._are_functorch_transforms_active()
-        and peek_interpreter_stack().key() != TransformType.Functionalize
-    )
+def _run(operator, *args, cache=None):
+    """_delta or _backward, by itself where it may; `cache` is then handed on."""
+    if cache is not None or eager(*(x for x in args if isinstance(x, torch.Tensor))):
+        return operator(*args, cache=cache)
+    return getattr(torch.ops.flashattn, operator.__name__.strip("_"))(*args)
 
 
-def _run(operator, q, *args, again):
-    """_forward or _backward, by itself where it may; `again` is then handed on."""
-    if again is not None or eager(q):
-        return operator(q, *args, again=again)
-    return getattr(torch.ops.flashattn, operator.__name__.strip("_"))(q, *args)
+def _save(ctx, inputs, output, cache=None) -> None:
+    """What the backward pass takes, of inputs and output of flashattn::forward."""
+    ctx.save_for_backward(*inputs[:3], *output)
+    ctx.settings, ctx.cache = inputs[3:], cache
+    ctx.set_materialize_grads(False)
+
+
+def _gradients(ctx, do, dlse_log2) -> tuple[torch.Tensor | None, ...]:
+    """dq, dk and dv, where they are needed."""
+    q, k, v, o, lse_log2 = ctx.saved_tensors
+    do = torch.zeros_like(o) if do is None else do
+    needs = list(ctx.needs_input_grad[:3])
+    cache = None
+    if eager(*(q, k, v, o, do), *(() if dlse_log2 is None else (dlse_log2,))):
+        if ctx.cache is not None:
+            cache = ctx.cache.setdefault(_backward_key((q, k, v, o, do), dlse_log2, needs), {})
+        delta = _delta(o, do, dlse_log2, ctx.settings[-1], cache=cache)
+        del o
+        ctx.maybe_clear_saved_tensors()  # o makes room for the gradients, unless somebody else holds it
+    else:  # compiled code frees by itself what it needs no more
+        delta = torch.ops.flashattn.delta(o, do, dlse_log2, ctx.settings[-1])
+    # Only a graph of the backward pass, for a gradient of a gradient, makes autograd run this with gradients on.
+    backward = _AttentionBackward.apply if torch.is_grad_enabled() else _AttentionBackward.forward
+    grads = backward(cache, q, k, v, do, lse_log2, delta, *ctx.settings, needs)
+    return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
+
+
+def _backward_key(tensors, dlse_log2, needs) -> tuple:
+    """All of a backward pass but its tensors' values: hooks may have changed what the forward pass has saved."""
+    return *[(x.stride(), x.dtype, x.get_device()) for x in tensors], dlse_log2 is None, *needs
 
 
 class _Attention(torch.autograd.Function):
+    """flashattn::forward with gradients, for the eager: what PyTorch makes of _save and _gradients costs more."""
+
     @staticmethod
-    def forward(ctx, q, k, v, settings, again):
-        o, lse_log2 = _run(_forward, q, k, v, *settings, again=again)
-        ctx.save_for_backward(q, k, v, o, lse_log2)
-        ctx.settings, ctx.again = settings, again
-        ctx.set_materialize_grads(False)
-        return o, lse_log2
+    def forward(ctx, q, k, v, settings, cache):
+        output = _forward(q, k, v, *settings, cache=cache)
+        _save(ctx, (q, k, v, *settings), output, cache)
+        return output
 
     @staticmethod
     def backward(ctx, do, dlse_log2):
-        q, k, v, o, lse_log2 = ctx.saved_tensors
-        do = torch.zeros_like(o) if do is None else do
-        needs = list(ctx.needs_input_grad[:3])
-        again = _memory(ctx.again, (q, k, v, o, do), dlse_log2, needs)
-        delta = _run(_delta, o, do, dlse_log2, ctx.settings[-1], again=again)
-        del o
-        if not torch.compiler.is_compiling():  # compiled code frees by itself what it needs no more
-            ctx.maybe_clear_saved_tensors()  # o makes room for the gradients, unless somebody else holds it
-        # Only a graph of the backward pass, for a gradient of a gradient, makes autograd run this with gradients on.
-        backward = _AttentionBackward.apply if torch.is_grad_enabled() else _AttentionBackward.run
-        grads = backward(again, q, k, v, do, lse_log2, delta, *ctx.settings, needs)
-        return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None
+        return *_gradients(ctx, do, dlse_log2), None, None
 
 
-def _memory(again: Memory | None, tensors, dlse_log2, needs) -> Memory | None:
-    """What backward passes of this kind remember; None where they do not.
+class _Transformed(torch.autograd.Function):
+    """flashattn::forward as torch.func can differentiate it."""
 
-    Since the forward pass, which had its own, hooks may have laid saved tensors out anew, and what looks on have come.
-    """
-    if again is None or not eager(tensors[0]):
-        return None
-    return again.setdefault((*[x.stride() for x in tensors], dlse_log2 is None, *needs), {})
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(*inputs):
+        return torch.ops.flashattn.forward(*inputs)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        _save(ctx, inputs, output)
+        ctx.set_materialize_grads(True)  # vmap in PyTorch 2.6 fails on a gradient that is None
+
+    @staticmethod
+    def backward(ctx, do, dlse_log2):
+        return *_gradients(ctx, do, dlse_log2), None, None, None
+
+
+torch.library.register_autograd("flashattn::forward", _Transformed.backward, setup_context=_save, lib=_operators)
 
 
 class _AttentionBackward(torch.autograd.Function):
     """The backward pass as a function of its own, so that differentiating it is refused, not wrong."""
 
-    @staticmethod
-    def run(again, q, *args):
-        return _run(_backward, q, *args, again=again)
+    generate_vmap_rule = True
 
     @staticmethod
-    def forward(ctx, *args):
-        return _AttentionBackward.run(*args)
+    def forward(cache, *args):
+        return _run(_backward, *args, cache=cache)
+
+    @staticmethod
+    def setup_context(ctx, inputs, output):
+        pass
 
     @staticmethod
     def backward(ctx, *grads):
@@ -241,21 +283,27 @@ class _AttentionBackward(torch.autograd.Function):
 
 
 def attend(
-    q, k, v, causal: bool, scale: float, backend: str, again: Memory | None = None
+    q, k, v, causal: bool, scale: float, backend: str, cache: LaunchCache | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output and base-2 log-sum-exp of validated tensors, differentiable where an input needs a gradient.
 
-    again: where launches are remembered, for tensors that are eager() and calls that differ in the values only.
+    cache: where launches are remembered, for tensors that are eager() and calls that differ in the values only.
     """
     if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v)):
         raise NotImplementedError("flashattn.attention: forward-mode differentiation is not supported")
-    if again is None and _transforms_gradients():
-        raise NotImplementedError(
-            "flashattn.attention: torch.func transforms (vmap, grad, vjp, ...) are not supported where gradients are; "
-            "use torch.autograd.grad and the batch dimension, or vmap under torch.no_grad()"
-        )
+    if cache is None and not eager(q, k, v):
+        if _is_transformed():
+            return _Transformed.apply(q, k, v, causal, scale, backend)
+        return torch.ops.flashattn.forward(q, k, v, causal, scale, backend)
     if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
-        return _Attention.apply(q, k, v, (causal, scale, backend), again)
-    if again is not None:  # as _run() has it, in two steps fewer
-        return _BACKENDS[backend].forward(q, k, v, causal=causal, scale=scale, again=again)
-    return _run(_forward, q, k, v, causal, scale, backend, again=None)
+        return _Attention.apply(q, k, v, (causal, scale, backend), cache)
+    return _forward(q, k, v, causal, scale, backend, cache=cache)
+
+
+def _is_transformed() -> bool:
+    """Whether a transform of torch.func is at work that asks for rules: functionalize() does not."""
+    return (
+        not torch.compiler.is_compiling()
+        and torch._C._are_functorch_transforms_active()
+        and peek_interpreter_stack().key() in (TransformType.Grad, TransformType.Vmap)
+    )

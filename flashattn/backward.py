@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .codegen import Launch, Memory, empty, launch, pack_strides, settled_rows
 from .configs import FUSED, Tile, choose, padded_head_dim, tile_constants
+from .launcher import Launch, LaunchCache, constant_rows, empty, launch, pack_strides
 from .primitives import (
     LOG2E,
     dot_parts,
@@ -397,7 +397,7 @@ def dkdv_launch(q, k, v, do, dk, dv, lse_log2, delta, *, causal: bool, scale: fl
             *strides,
         ),
         constants=tile_constants(tile, head_dim, unit, causal)
-        | settled_rows(unit, q=q, do=do)
+        | constant_rows(unit, q=q, do=do)
         | {"WITH_DK": dk is not None, "WITH_DV": dv is not None, "RELOAD": tile.reload, "HOLD": tile.hold},
         options=tile.options,
     )
@@ -422,37 +422,37 @@ def dq_launch(q, k, v, do, dq, lse_log2, delta, *, causal: bool, scale: float, t
             *(scale, scale * LOG2E.value, seqlen_q, seqlen_k, heads_q, heads_q // max(heads_k, 1)),
             *strides,
         ),
-        constants=tile_constants(tile, head_dim, unit, causal) | settled_rows(unit, k=k, v=v) | {"HOLD": tile.hold},
+        constants=tile_constants(tile, head_dim, unit, causal) | constant_rows(unit, k=k, v=v) | {"HOLD": tile.hold},
         options=tile.options,
     )
 
 
-def delta(o, do, dlse_log2, *, again: Memory | None = None) -> torch.Tensor:
+def delta(o, do, dlse_log2, *, cache: LaunchCache | None = None) -> torch.Tensor:
     """What backward() takes for delta, (batch, heads, seqlen_q) in fp32: the one thing that it needs o for.
 
-    do, laid out in any way, and dlse_log2 are the gradients of o and lse_log2; dlse_log2 may be None. again is that of
+    do, laid out in any way, and dlse_log2 are the gradients of o and lse_log2; dlse_log2 may be None. cache is that of
     backward().
     """
-    rows = empty(lambda: torch.empty(o.shape[:3], dtype=torch.float32, device=o.device), "delta", again)
+    rows = empty(lambda: torch.empty(o.shape[:3], dtype=torch.float32, device=o.device), "delta", cache)
     # autograd may hand its gradient over with any strides.
     dlse_log2 = None if dlse_log2 is None else dlse_log2.contiguous()
     tensors = (o, do, rows if dlse_log2 is None else dlse_log2, rows)
-    launch(lambda: [delta_launch(o, do, dlse_log2, rows)], tensors, "delta kernel", again)
+    launch(lambda: [delta_launch(o, do, dlse_log2, rows)], tensors, "delta kernel", cache)
     return rows
 
 
 def backward(
     q, k, v, do, lse_log2, delta, *,
     causal: bool, scale: float, needs, dkdv_tile: Tile | None = None, dq_tile: Tile | None = None, dtype=None,
-    again: Memory | None = None,
+    cache: LaunchCache | None = None,
 ) -> tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]:  # fmt: skip
     """dq, dk, dv, laid out as their inputs, in dtype (the inputs' unless given); None where needs is False.
 
-    Tensors and tiles as of forward(), do with any strides; again is one dictionary for each kind of q, k, v, o, do,
+    Tensors and tiles as of forward(), do with any strides; cache is one dictionary for each kind of q, k, v, o, do,
     dlse_log2, causal, scale and needs.
     """
     dq, dk, dv = (
-        empty(partial(torch.empty_like, x, dtype=dtype), name, again) if need else None
+        empty(partial(torch.empty_like, x, dtype=dtype), name, cache) if need else None
         for name, x, need in zip(("dq", "dk", "dv"), (q, k, v), needs, strict=True)
     )
     if dk is not None or dv is not None:
@@ -462,12 +462,12 @@ def backward(
             return dkdv_launches(q, k, v, do, dk, dv, lse_log2, delta, causal=causal, scale=scale, tile=tile)
 
         tensors = (q, k, v, do, k if dk is None else dk, v if dv is None else dv, lse_log2, delta)
-        launch(make_dkdv, tensors, "dkdv kernel", again)
+        launch(make_dkdv, tensors, "dkdv kernel", cache)
     if dq is not None:
 
         def make_dq() -> list[Launch]:
             tile = dq_tile or choose("dq", q, q.shape[2], causal)
             return [dq_launch(q, k, v, do, dq, lse_log2, delta, causal=causal, scale=scale, tile=tile)]
 
-        launch(make_dq, (q, k, v, do, dq, lse_log2, delta), "dq kernel", again)
+        launch(make_dq, (q, k, v, do, dq, lse_log2, delta), "dq kernel", cache)
     return dq, dk, dv

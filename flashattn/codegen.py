@@ -1,4 +1,4 @@
-"""A kernel launch as data: run it, or compile it for any NVIDIA architecture with no GPU at hand, and look at the code.
+"""Compile a kernel launch for any NVIDIA architecture, with no GPU at hand, and look at the code.
 
 python -m flashattn.codegen --arch sm_75 forward head_dim=128 causal=True
 python -m flashattn.codegen --arch sm_75 mine.py:matmul "*fp16, *fp16, *fp32, i32, i32" BLOCK=64 num_warps=8
@@ -9,175 +9,18 @@ import dataclasses
 import functools
 import importlib
 import importlib.util
-import operator
 import os
 import re
 import sys
 from collections import Counter
-from collections.abc import Callable
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch._C._dynamo import guards
 
 from . import sass, turing
-
-_empty_strided_cuda = getattr(guards, "_empty_strided_cuda", None)  # torch's own: another release may lack it
-
-# Strides are handed over in units of 8 elements where all of them allow it: the compiler then knows that every row is
-# 16-byte aligned, for head dims like 40 or 72 too, and of the strides' values only settled_rows enter the cache key.
-# Such a unit also says that offsets within a tile, of 256 rows and columns at most, fit 32 bits.
-STRIDE_UNIT = 8
-LARGEST_STEP = 2**31 // 256 - 1  # of a row and a column together
-SETTLED_ROWS = 32  # row strides at most that a process makes constants
-_rows: set[int] = set()  # those so far
-
-
-def pack_strides(*tensors: torch.Tensor) -> tuple[list[int], int]:
-    """Strides of (batch, heads, length, head_dim) tensors, one after the other, and the unit of the first three."""
-    all_strides = [t.stride() for t in tensors]
-    low_bits = step = 0
-    for b, h, m, d in all_strides:
-        low_bits |= b | h | m
-        step = max(step, m + d)
-    unit = 1 if low_bits % STRIDE_UNIT or step > LARGEST_STEP else STRIDE_UNIT
-    return [x for b, h, m, d in all_strides for x in (b // unit, h // unit, m // unit, d)], unit
-
-
-def settled_rows(unit: int, **tensors: torch.Tensor) -> dict[str, int]:
-    """Row strides, in units of pack_strides, as constants of the kernel: {"ROW_K": 8}; 0 is left to run time.
-
-    With constants the addresses within a tile are one register and immediates: on sm_75 that ends most spills. A kernel
-    is compiled for each, so they must be few. Where rows lie further apart than batches (length, batch, heads, head
-    dim), the batch size is in the stride; whatever else may vary there ends at the SETTLED_ROWS-th value.
-    """
-
-    def settled(t: torch.Tensor) -> int:
-        row = t.stride(2) // unit
-        if unit == 1 or t.stride(2) > t.stride(0) or (row not in _rows and len(_rows) >= SETTLED_ROWS):
-            return 0
-        _rows.add(row)
-        return row
-
-    return {f"ROW_{name.upper()}": settled(t) for name, t in tensors.items()}
-
-
-class Launch(NamedTuple):
-    """One kernel launch: positional arguments (tensors, then numbers), constexpr arguments and options by name."""
-
-    kernel: Any
-    grid: int
-    args: tuple
-    constants: dict[str, Any]
-    options: dict[str, int]
-
-    def run(self) -> "Again | None":
-        """Launch on the device and the current stream of the first tensor; an empty grid launches nothing.
-
-        On Turing the kernel runs on the tensor cores under every Triton that turing.py knows. Returns how to launch
-        the same on other tensors; None where nothing was compiled.
-        """
-        if self.grid == 0:
-            return None
-        if not self.args[0].is_cuda:
-            self.kernel[(self.grid,)](*self.args, **self.constants, **self.options)
-            return None
-        device = self.args[0].get_device()
-        if device != torch.cuda.current_device():
-            with torch.cuda.device(device):
-                return self.run()
-        options = self.options | turing.launch_options(device)
-        compiled = self.kernel[(self.grid,)](*self.args, **self.constants, **options)
-        if compiled is None:  # interpreted, or a hook has kept Triton from it
-            return None
-        numbers = [x for x in self.args if not isinstance(x, torch.Tensor)]
-        return Again(compiled, self.grid, device, (*numbers, *(self.constants.values() if _binds_constants() else ())))
-
-
-class Again(NamedTuple):
-    """A launch without its tensors. Triton's own launch looks at every argument anew, which costs more than launching.
-
-    For tensors of the same types, shapes, strides and device, at addresses that are multiples of 16 as the first
-    ones' were.
-    """
-
-    compiled: Any
-    grid: int
-    device: int
-    rest: tuple
-
-    def run(self, addresses: list[int]) -> None:
-        if self.device != torch._C._cuda_getDevice():
-            with torch.cuda.device(self.device):
-                return self.run(addresses)
-        compiled, stream = self.compiled, torch._C._cuda_getCurrentRawStream(self.device)
-        if _is_watched():
-            compiled[self.grid, 1, 1](*addresses, *self.rest, stream=stream)
-        else:  # what that does, without the three calls for profilers that are not there
-            code = compiled.function, compiled.packed_metadata
-            compiled.run(self.grid, 1, 1, stream, *code, None, None, None, *addresses, *self.rest)
-
-
-# What a caller may keep of a call for calls that differ in the values of their tensors only: launches, and the sizes of
-# results. For the eager, on a GPU.
-Memory = dict[str, Any]
-
-
-def launch(make: Callable[[], list[Launch]], tensors: tuple, name: str, again: Memory | None) -> None:
-    """Launch what make() gives on these tensors, or what `again` has of an earlier call by that name.
-
-    Where an address is no multiple of 16, `again` has nothing, and keeps nothing.
-    """
-    # As numbers: of a tensor's address Triton asks the driver, each time, whether it is the GPU's.
-    if again is None or functools.reduce(operator.or_, addresses := [x.data_ptr() for x in tensors]) % 16:
-        for one in make():
-            one.run()
-    elif found := again.get(name):
-        for one in found:
-            one.run(addresses)
-    else:
-        made = [one.run() for one in make()]
-        if all(made):
-            again[name] = made
-
-
-def empty(make: Callable[[], torch.Tensor], name: str, again: Memory | None) -> torch.Tensor:
-    """make(), a tensor whose values do not matter, or one like that of an earlier call by that name.
-
-    That comes by the way of torch.compile's code, past the dispatcher, which takes half the time.
-    """
-    if again is None:
-        return make()
-    if name not in again:
-        x = make()
-        again[name] = x.get_device(), (tuple(x.shape), x.stride(), x.dtype)
-        return x
-    device, like = again[name]
-    return _empty_strided_cuda(*like) if _empty_strided_cuda and device == torch._C._cuda_getDevice() else make()
-
-
-def _is_watched() -> bool:
-    """Whether a profiler has hooked itself into Triton's launches."""
-    owner = _hooks_owner()
-    enter, leave = owner.launch_enter_hook, owner.launch_exit_hook
-    # Since Triton 3.5 each is a chain of calls, before it was one or None.
-    return bool(getattr(enter, "calls", enter) or getattr(leave, "calls", leave))
-
-
-@functools.cache
-def _hooks_owner() -> Any:
-    import triton
-
-    return triton.knobs.runtime if hasattr(triton, "knobs") else triton.compiler.CompiledKernel
-
-
-@functools.cache
-def _binds_constants() -> bool:
-    """Whether a compiled kernel is handed the constexpr arguments too, to be ignored: since Triton 3.3."""
-    return turing.release(turing.triton_version()) >= (3, 3)
-
+from .launcher import Launch
 
 # Compiling -----------------------------------------------------------------------------------------------------------
 
@@ -344,14 +187,14 @@ _SCALARS = {"i32": 3, "i32:16": 16, "i64": 2**33 + 1, "i64:16": 2**33, "fp32": 0
 _LITERALS = {"True": True, "False": False, "None": None}
 
 
-def _value(text: str) -> Any:
-    """A number, True, False, None or a type of the signature; else the text itself."""
+def _value(text: str, types: dict[str, Any]) -> Any:
+    """A number, True, False, None or one of the types; else the text itself."""
     for kind in (int, float):
         try:
             return kind(text)
         except ValueError:
             pass
-    return (_POINTERS | _SCALARS | _LITERALS).get(text, text)
+    return (_LITERALS | types).get(text, text)
 
 
 def _load(spec: str) -> Any:
@@ -407,7 +250,7 @@ def main(arguments: list[str] | None = None) -> None:
         options.signature = None
     if wrong := [text for text in options.values if "=" not in text]:
         parser.error(f"{wrong[0]}: a value is given as NAME=VALUE")
-    values = {name: _value(text) for name, _, text in (text.partition("=") for text in options.values)}
+    values = {name: _value(text, {}) for name, _, text in (text.partition("=") for text in options.values)}
     capability = int(capability[1])
     if capability >= 100 and turing.release(turing.triton_version()) < (3, 3):  # it would end the process
         parser.error(f"--arch: got {options.arch}, which Triton {turing.triton_version()} does not compile for")
@@ -417,9 +260,10 @@ def main(arguments: list[str] | None = None) -> None:
         if options.kernel in _SHIPPED:
             launches = found(capability=capability, **values)
         elif hasattr(found, "fn"):
-            args = [_value(text.strip()) for text in (options.signature or "").split(",") if text.strip()]
+            types = _POINTERS | _SCALARS
+            args = [_value(text.strip(), types) for text in (options.signature or "").split(",") if text.strip()]
             if wrong := [x for x in args if isinstance(x, str)]:
-                parser.error(f"{wrong[0]}: accepted are {', '.join(_POINTERS | _SCALARS)} and values")
+                parser.error(f"{wrong[0]}: accepted are {', '.join(types)} and values")
             launches = [Launch(found, 1, tuple(args), values, {})]
         else:
             parser.error(f"{options.kernel}: is {type(found).__name__}, accepted is a Triton kernel")

@@ -661,9 +661,10 @@ def load_tuned(device: Device) -> dict[str, Tile]:
 def save_tuned(device: Device, tiles: dict[str, Tile]) -> Path:
     """Add tuned tiles to the device's file, and use them from now on."""
     global tunings
-    tunings += 1
     path = tuned_file(device)
+    load_tuned.cache_clear()  # another process may have tuned the same kind of device
     write_tiles(path, load_tuned(device) | tiles)
     load_tuned.cache_clear()
     _choose.cache_clear()
+    tunings += 1  # last: what another thread remembers in between is forgotten
     return path

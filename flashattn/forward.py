@@ -4,8 +4,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .codegen import Launch, Memory, empty, launch, pack_strides, settled_rows
 from .configs import Tile, choose, tile_constants
+from .launcher import Launch, LaunchCache, constant_rows, empty, launch, pack_strides
 from .primitives import (
     HALF_SCALE,
     HALF_SHIFT,
@@ -73,7 +73,7 @@ def _attend(
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
         if TAIL_D:
             acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")  # [BLOCK_M, TAIL_D]
-        # The last block has no next: it loads keys that are there again, since a masked load is waited for at once.
+        # The last block has no next: it loads keys that are there cache, since a masked load is waited for at once.
         following = tl.minimum(start_n + BLOCK_N, end - 1)
         if K_AHEAD and not MASKED:
             k_bits, k_tail_bits = load_ahead(
@@ -88,7 +88,7 @@ def _attend(
     return acc, acc_tail, m_i, l_i
 
 
-# Only tensors and last strides are specialised, and settled_rows: no length or batch size compiles the kernel anew.
+# Only tensors and last strides are specialised, and constant_rows: no length or batch size compiles the kernel anew.
 @triton.jit(
     do_not_specialize=["scale_log2", "seqlen_q", "seqlen_k", "heads_q", "group"]
     + [f"stride_{tensor}{axis}" for tensor in "qkvo" for axis in "bhmn"]
@@ -181,7 +181,7 @@ def forward_launch(q, k, v, o, lse_log2, *, causal: bool, scale: float, tile: Ti
             *strides,
         ),
         constants=tile_constants(tile, head_dim, unit, causal)
-        | settled_rows(unit, k=k, v=v)
+        | constant_rows(unit, k=k, v=v)
         | {
             "Q_IN_REGISTERS": tile.q_in_registers,
             "K_TRANSPOSED": tile.k_transposed,
@@ -194,21 +194,21 @@ def forward_launch(q, k, v, o, lse_log2, *, causal: bool, scale: float, tile: Ti
 
 
 def forward(
-    q, k, v, *, causal: bool, scale: float, tile: Tile | None = None, again: Memory | None = None
+    q, k, v, *, causal: bool, scale: float, tile: Tile | None = None, cache: LaunchCache | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Output, laid out as q is, and base-2 log-sum-exp (batch, heads, seqlen_q) of the scores, in fp32.
 
     q (batch, heads, seqlen_q, head_dim); k and v (batch, heads_k, seqlen_k, head_dim), heads a multiple of
-    heads_k; scale positive. tile is configs.choose's where none is given; again, which then remembers that too, is one
+    heads_k; scale positive. tile is configs.choose's where none is given; cache, which then remembers that too, is one
     dictionary for each kind of q, k, v, causal and scale.
     """
-    o = empty(lambda: torch.empty_like(q), "o", again)
-    lse_log2 = empty(lambda: torch.empty(q.shape[:3], dtype=torch.float32, device=q.device), "lse_log2", again)
+    o = empty(lambda: torch.empty_like(q), "o", cache)
+    lse_log2 = empty(lambda: torch.empty(q.shape[:3], dtype=torch.float32, device=q.device), "lse_log2", cache)
     tensors = (q, k, v, o, lse_log2)
 
     def make() -> list[Launch]:
         chosen = tile or choose("forward", q, q.shape[2], causal)
         return [forward_launch(*tensors, causal=causal, scale=scale, tile=chosen)]
 
-    launch(make, tensors, "forward kernel", again)
+    launch(make, tensors, "forward kernel", cache)
     return o, lse_log2

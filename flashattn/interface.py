@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from . import configs
-from .autograd import attend, eager
+from .autograd import attend, unwatched
 from .configs import DTYPES, MAX_HEAD_DIM
 
 BACKENDS = ("auto", "triton", "reference")
@@ -61,9 +61,9 @@ def attention(
     The same inputs give the same bits, forward and backward. float32 uses IEEE products, never TF32; scores,
     softmax and sums are float32 for every dtype. Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
-    kind = _kind(q, k, v, causal, scale, backend)
-    if settled := _settled.get(kind):
-        o, lse_log2 = attend(q, k, v, *settled)
+    key = _call_key(q, k, v, causal, scale, backend)
+    if key and (known := _calls.get(key)):  # in that order: torch.compile would guard on what there is
+        o, lse_log2 = attend(q, k, v, *known)
         return (o, lse_log2 * math.log(2)) if return_lse else o
     given = q, k, v
     q, k, v = _autocast(q, k, v)
@@ -77,21 +77,21 @@ def attention(
         q, scale = -q, -scale
     if scale < SMALLEST_SCALE:  # in fp32 it would be 0, and a masked score 0 * -inf
         q, scale = q * 0, 1.0
-    again = None
-    if kind and q is given[0] and k is given[1] and v is given[2]:
-        if len(_settled) >= KINDS:
-            _settled.clear()
-        again = {}
-        _settled[kind] = causal, scale, backend, again
-    o, lse_log2 = attend(q, k, v, causal, scale, backend, again)
+    cache = None
+    if key and q is given[0] and k is given[1] and v is given[2]:
+        if len(_calls) >= MAX_CALLS:
+            _calls.clear()
+        cache = {}
+        _calls[key] = causal, scale, backend, cache
+    o, lse_log2 = attend(q, k, v, causal, scale, backend, cache)
     return (o, lse_log2 * math.log(2)) if return_lse else o
 
 
-_settled: dict[tuple, tuple] = {}  # by _kind(): what attend() is told besides the tensors
-KINDS = 4096  # that are remembered
+_calls: dict[tuple, tuple] = {}  # by _call_key(): what attend() is told besides the tensors
+MAX_CALLS = 4096  # that are remembered
 
 
-def _kind(q, k, v, causal, scale, backend) -> tuple | None:
+def _call_key(q, k, v, causal, scale, backend) -> tuple | None:
     """All of a call but the tensors' values, where it is remembered: on a GPU, with nothing unusual about it.
 
     Settling it anew, from the checks to the choice of compiled kernels, takes longer than a short sequence on the GPU.
@@ -100,9 +100,10 @@ def _kind(q, k, v, causal, scale, backend) -> tuple | None:
         type(q) is type(k) is type(v) is torch.Tensor
         and q.is_cuda
         and type(causal) is bool
-        and (scale is None or type(scale) is float)
+        and (scale is None or isinstance(scale, float))
         and type(backend) is str
-        and eager(q)
+        and unwatched()
+        and not (q.is_neg() or k.is_neg() or v.is_neg())
     )
     if not usual:
         return None

@@ -5,8 +5,8 @@ from functools import partial
 
 import torch
 
-from .codegen import Launch
 from .configs import DTYPES, MAX_HEAD_DIM, Device, Tile, table_entry
+from .launcher import Launch
 
 
 def shipped_tiles(pass_: str, head_dim: int, dtype: torch.dtype, capability: int = 75) -> tuple[Tile, ...]:

@@ -21,7 +21,7 @@ def sequence_span(ptr, batch, head, stride_b, stride_h, STRIDE_UNIT: tl.constexp
 
 @triton.jit
 def row_stride(stride, SETTLED: tl.constexpr):
-    """A row stride in the kernel: the constant that codegen.settled_rows has for it, else the argument."""
+    """A row stride in the kernel: the constant that launcher.constant_rows has for it, else the argument."""
     if SETTLED:
         return tl.full([], SETTLED, tl.int32)
     else:
@@ -105,7 +105,7 @@ def tile_ptrs(
 ):  # fmt: skip
     """Pointers [ROWS, BLOCK_D] to the rows from start on; TRANSPOSED: [BLOCK_D, ROWS].
 
-    NARROW: offsets within the tile have 32 bits, which do where codegen.pack_strides gives a unit over 1.
+    NARROW: offsets within the tile have 32 bits, which do where launcher.pack_strides gives a unit over 1.
     """
     row_ptr += start * (stride_row.to(tl.int64) * STRIDE_UNIT)
     offs_row = tl.arange(0, ROWS)

@@ -27,7 +27,7 @@ from typing import NamedTuple
 import torch
 import triton_releases
 
-from flashattn import codegen, configs, launches, measure, sm75, turing
+from flashattn import codegen, configs, launcher, launches, measure, sm75, turing
 
 BASELINE = Path(__file__).resolve().parents[1] / "tests" / "t4_predictions.json"
 BASELINE_RELEASES = ("3.2.0", "3.6.0")
@@ -87,7 +87,7 @@ def case_rows(case: Case) -> list[dict[str, object]]:
     return [row(case, *pair) for pair in zip(kernels, made, strict=True)]
 
 
-def row(case: Case, kernel: str, launch: codegen.Launch) -> dict[str, object]:
+def row(case: Case, kernel: str, launch: launcher.Launch) -> dict[str, object]:
     """The columns of a kernel; "result" is "ok", or why there is no prediction."""
     columns = {"kernel": case.key(kernel), "rank": case.rank, "tile": tile_name(case.tile)}
     try:

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashattn import codegen, launches, measure, turing
+from flashattn import codegen, launcher, launches, measure, turing
 from flashattn.forward import forward_launch
 
 HEAD_DIM = 64
@@ -53,14 +53,14 @@ def empty_kernel():
     pass
 
 
-def launch(kernel: str) -> codegen.Launch:
+def launch(kernel: str) -> launcher.Launch:
     """A launch of one of DOTS, on tensors without memory."""
     if kernel != "matmul":
         return launches.launches(kernel, head_dim=HEAD_DIM)[0]
     a, b, c = (torch.empty(1024, 1024, dtype=torch.float16, device="meta") for _ in range(3))
     tile = {"BLOCK_M": 128, "BLOCK_N": 64, "BLOCK_K": 32}
     stages = {"num_warps": 4, "num_stages": 3}  # more than sm_75 can pipeline: they have to do no harm
-    return codegen.Launch(matmul_kernel, 8 * 16, (a, b, c, 1024, 1024), tile, stages)
+    return launcher.Launch(matmul_kernel, 8 * 16, (a, b, c, 1024, 1024), tile, stages)
 
 
 def predict(kernel: str) -> dict[str, int]:
@@ -140,7 +140,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.release and Path(triton.__file__).parents[1] != args.release:
         sys.exit(f"another Triton goes before that of {args.release.name}: {triton.__version__}")
-    codegen.compile_for(codegen.Launch(empty_kernel, 1, (), {}, {}), 75)  # Triton's start is no kernel's compile time
+    codegen.compile_for(launcher.Launch(empty_kernel, 1, (), {}, {}), 75)  # Triton's start is no kernel's compile time
     for kernel in args.kernels:
         for path in ("stock", "restored"):
             row = {"kernel": kernel, "path": path, **compile_kernel(kernel, restored=path == "restored")}

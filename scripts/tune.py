@@ -13,7 +13,7 @@ import torch
 from arguments import positive
 
 from flashattn import configs, measure
-from flashattn.backward import dkdv_launches, dq_launch
+from flashattn.backward import delta, dkdv_launches, dq_launch
 from flashattn.forward import forward, forward_launch
 
 TOKENS, WIDTH = 16384, 2048  # batch x length, and heads x head dim: enough to fill a GPU
@@ -23,12 +23,12 @@ def launches(q, k, v, do, causal):
     """{pass: a function of a tile that gives its launches}, on the result of a forward pass."""
     options = {"causal": causal, "scale": q.shape[-1] ** -0.5}
     o, lse_log2 = forward(q, k, v, **options)
-    delta = (o.float() * do.float()).sum(-1)
+    rows = delta(o, do, None)
     dk, dv = torch.empty_like(k), torch.empty_like(v)
     return {
         "forward": lambda tile: [forward_launch(q, k, v, o, lse_log2, **options, tile=tile)],
-        "dkdv": lambda tile: dkdv_launches(q, k, v, do, dk, dv, lse_log2, delta, **options, tile=tile),
-        "dq": lambda tile: [dq_launch(q, k, v, do, dk, lse_log2, delta, **options, tile=tile)],
+        "dkdv": lambda tile: dkdv_launches(q, k, v, do, dk, dv, lse_log2, rows, **options, tile=tile),
+        "dq": lambda tile: [dq_launch(q, k, v, do, dk, lse_log2, rows, **options, tile=tile)],
     }
 
 

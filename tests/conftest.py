@@ -17,7 +17,7 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # PyTorch asks for 
 
 import turing_path  # noqa: E402
 
-from flashattn import codegen, testing  # noqa: E402
+from flashattn import launcher, testing  # noqa: E402
 
 
 def pytest_addoption(parser):
@@ -26,9 +26,9 @@ def pytest_addoption(parser):
 
 def pytest_configure(config):
     torch.use_deterministic_algorithms(True, warn_only=True)  # fills what torch.empty returns with NaN
-    if HAS_GPU and codegen._empty_strided_cuda:  # what is remembered comes past that mode
-        allocate = codegen._empty_strided_cuda
-        codegen._empty_strided_cuda = lambda *like: allocate(*like).fill_(float("nan"))
+    if HAS_GPU and launcher._empty_strided_cuda:  # what is remembered comes past that mode
+        allocate = launcher._empty_strided_cuda
+        launcher._empty_strided_cuda = lambda *like: allocate(*like).fill_(float("nan"))
     if os.environ.get("PYTEST_XDIST_WORKER"):
         torch.set_num_threads(1)
     if config.getoption("--turing-path"):

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from flashattn.codegen import Launch
+from flashattn.launcher import Launch
 
 
 class Case(NamedTuple):

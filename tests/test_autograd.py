@@ -92,10 +92,11 @@ def test_whatever_looks_on_sees_the_operator(backend):
     def call(q, k, v):
         return attention(q, k, v, causal=True, backend=backend)
 
-    graph = make_fx(call)(q, k, v)
-    assert torch.ops.flashattn.forward.default in [node.target for node in graph.graph.nodes]
     others = [torch.randn_like(x) for x in (q, k, v)]
-    assert torch.equal(graph(*others), call(*others))
+    for pre_dispatch in (False, True):
+        graph = make_fx(call, pre_dispatch=pre_dispatch)(q, k, v)
+        assert torch.ops.flashattn.forward.default in [node.target for node in graph.graph.nodes]
+        assert torch.equal(graph(*others), call(*others))
     with FakeTensorMode(allow_non_fake_inputs=True) as mode:
         assert call(q, k, v).shape == q.shape
         assert call(*map(mode.from_tensor, (q, k, v))).shape == q.shape
@@ -143,7 +144,7 @@ def test_operators_keep_their_contract():
         torch.library.opcheck(torch.ops.flashattn.backward.default, arguments, test_utils=CHECKS)
 
 
-CHECKS = ("test_schema", "test_faketensor")
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 
 
 def test_autocast_is_honoured():

@@ -8,8 +8,8 @@ import pytest
 import torch
 from children import ROOT, with_triton
 
-from flashattn import codegen, sass
-from flashattn.codegen import pack_strides, settled_rows
+from flashattn import launcher, sass
+from flashattn.launcher import constant_rows, pack_strides
 
 triton = pytest.importorskip("triton", reason="Triton is not installed")
 
@@ -65,20 +65,20 @@ def test_strides_are_packed_in_units_of_eight():
 
 
 def test_row_strides_that_a_kernel_holds(monkeypatch):
-    monkeypatch.setattr(codegen, "_rows", set())
+    monkeypatch.setattr(launcher, "_rows", set())
     x = torch.empty(2, 3, 5, 40)
     heads_in_rows, batches_in_rows = (
         torch.empty(2, 5, 3, 40).transpose(1, 2),
         torch.empty(5, 2, 3, 40).permute(1, 2, 0, 3),
     )
-    assert settled_rows(8, k=x, v=heads_in_rows) == {"ROW_K": 5, "ROW_V": 15}
-    assert settled_rows(8, k=batches_in_rows, v=x[:1].expand_as(x)) == {"ROW_K": 0, "ROW_V": 0}
-    assert settled_rows(1, k=x) == {"ROW_K": 0}
+    assert constant_rows(8, k=x, v=heads_in_rows) == {"ROW_K": 5, "ROW_V": 15}
+    assert constant_rows(8, k=batches_in_rows, v=x[:1].expand_as(x)) == {"ROW_K": 0, "ROW_V": 0}
+    assert constant_rows(1, k=x) == {"ROW_K": 0}
     for heads in range(1, 100):  # a model has few; something else varies here
-        settled_rows(8, q=torch.empty(2, 5, heads, 40, device="meta").transpose(1, 2))
-    assert len(codegen._rows) == codegen.SETTLED_ROWS
-    assert settled_rows(8, q=torch.empty(2, 5, 99, 40, device="meta").transpose(1, 2)) == {"ROW_Q": 0}
-    assert settled_rows(8, q=x) == {"ROW_Q": 5}
+        constant_rows(8, q=torch.empty(2, 5, heads, 40, device="meta").transpose(1, 2))
+    assert len(launcher._rows) == launcher.CONSTANT_ROWS
+    assert constant_rows(8, q=torch.empty(2, 5, 99, 40, device="meta").transpose(1, 2)) == {"ROW_Q": 0}
+    assert constant_rows(8, q=x) == {"ROW_Q": 5}
 
 
 # The command ---------------------------------------------------------------------------------------------------------

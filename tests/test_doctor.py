@@ -312,6 +312,7 @@ def test_what_torch_is_built_for(capability, architectures, expected):
         (["sympy", 'triton (==3.2.0) ; platform_system == "Linux" and platform_machine == "x86_64"'], "3.2.0"),
         (["triton==3.6.0; platform_system == 'Linux'"], "3.6.0"),
         (["pytorch-triton==3.7.0+git1234; platform_system == 'Linux'"], "3.7.0+git1234"),
+        (["triton~=3.8.0; platform_system == 'Linux'"], "3.8"),
         (["tritonclient==1.0", "sympy==1.13.1; extra == 'triton'"], ""),
         (["triton"], ""),
     ],

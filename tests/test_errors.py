@@ -79,21 +79,6 @@ def test_forward_mode_is_refused():
         torch.func.jvp(lambda q: attention(q, K, K), (Q,), (Q,))
 
 
-def test_transforms_that_would_lose_gradients_are_refused():
-    q, k = torch.randn(3, *Q.shape, requires_grad=True), torch.randn(3, *K.shape)
-    over_q = torch.vmap(lambda q, k: attention(q, k, k))
-    with pytest.raises(NotImplementedError, match="torch.func transforms"):
-        over_q(q, k)
-    with pytest.raises(NotImplementedError, match="torch.func transforms"):
-        torch.func.grad(lambda q: attention(q, K, K).sum())(Q)
-    with torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # PyTorch's, that it takes one slice after the other
-        torch.testing.assert_close(
-            over_q(q, k), attention(q.flatten(0, 1), k.flatten(0, 1), k.flatten(0, 1)).view_as(q)
-        )
-    assert torch.func.functionalize(lambda q: attention(q, K, K))(Q).shape == Q.shape
-
-
 def test_a_gpu_older_than_turing_runs_on_the_reference(monkeypatch):
     pytest.importorskip("triton", reason="Triton is not installed")
     q = SimpleNamespace(device=torch.device("cuda", 0), is_cuda=True, dtype=torch.float16)

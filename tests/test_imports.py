@@ -14,8 +14,8 @@ LAYERS = [
     ["measure", "reference", "testing"],  # import only torch
     ["sass", "turing"],
     ["sm75"],
-    ["codegen", "configs", "primitives"],
-    ["forward", "backward"],
+    ["launcher", "configs", "primitives"],
+    ["codegen", "forward", "backward"],
     ["autograd", "launches"],
     ["interface"],
     ["doctor"],

@@ -1,4 +1,4 @@
-"""A call like an earlier one takes a short cut (interface._kind, codegen.Again): it must compute the same."""
+"""A call like an earlier one takes a short cut (interface._calls, launcher.CachedLaunch): it must compute the same."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 from oracle import DEVICE, inputs
 
-from flashattn import attention, autograd, codegen, configs, interface
+from flashattn import attention, autograd, configs, interface, launcher
 
 
 def gradients(q, k, v, do, **options):
@@ -16,20 +16,20 @@ def gradients(q, k, v, do, **options):
 
 
 def afresh(*tensors, **options):
-    interface._settled.clear()
+    interface._calls.clear()
     return gradients(*tensors, **options)
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """The launches that Triton has looked at, since the test began."""
-    seen, run = [], codegen.Launch.run
+    seen, run = [], launcher.Launch.run
 
     def counted(launch):
         seen.append(launch.kernel)
         return run(launch)
 
-    monkeypatch.setattr(codegen.Launch, "run", counted)
+    monkeypatch.setattr(launcher.Launch, "run", counted)
     return seen
 
 
@@ -55,7 +55,7 @@ def test_a_second_call_computes_the_same(view, causal):
     do = torch.randn_like(first[0])
     second, do_2 = [view(x) for x in first], view(do)
     expected = afresh(*second, do_2, causal=causal)
-    interface._settled.clear()
+    interface._calls.clear()
     gradients(*first, do, causal=causal)
     for _ in range(2):
         for actual, exact in zip(gradients(*second, do_2, causal=causal), expected, strict=True):
@@ -98,10 +98,10 @@ def test_a_tile_is_chosen_anew_after_tuning(launches, monkeypatch):
 @pytest.mark.gpu
 def test_a_profiler_sees_a_second_call():
     """Triton's own, Proton, counts on these hooks."""
-    owner, seen = codegen._hooks_owner(), []
+    owner, seen = launcher._hooks_owner(), []
     q, k, v = inputs(1, 2, 100, 100, 64)
     attention(q, k, v)
-    assert not codegen._is_watched()
+    assert not launcher._is_watched()
     chain = owner.launch_enter_hook
     if hasattr(chain, "add"):
         chain.add(seen.append)
@@ -119,7 +119,7 @@ def test_a_profiler_sees_a_second_call():
 @pytest.mark.gpu
 def test_only_what_is_needed_is_computed_again():
     q, k, v = inputs(1, 2, 100, 100, 64)
-    interface._settled.clear()
+    interface._calls.clear()
     for needs in ((True, False, False), (False, True, False), (False, False, True), (True, True, True)):
         leaves = [x.detach().requires_grad_(need) for x, need in zip((q, k, v), needs, strict=True)]
         attention(*leaves).sum().backward()
@@ -163,19 +163,19 @@ def test_autocast_is_seen():
 
 @pytest.mark.gpu
 def test_few_kinds_are_remembered(monkeypatch):
-    monkeypatch.setattr(interface, "KINDS", 3)
-    interface._settled.clear()
+    monkeypatch.setattr(interface, "MAX_CALLS", 3)
+    interface._calls.clear()
     q, k, v = inputs(1, 1, 9, 9, 16)
     for length in range(1, 10):
         attention(q[:, :, :length], k, v)
-    assert 1 <= len(interface._settled) <= 3
+    assert 1 <= len(interface._calls) <= 3
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="for a CPU, where nothing is remembered")
 def test_a_cpu_remembers_nothing():
-    interface._settled.clear()
+    interface._calls.clear()
     attention(*inputs(1, 1, 9, 9, 16))
-    assert not interface._settled
+    assert not interface._calls
 
 
 def test_a_backward_pass_that_is_watched_takes_the_operator(monkeypatch):
@@ -191,7 +191,7 @@ def test_a_backward_pass_that_is_watched_takes_the_operator(monkeypatch):
     o, _ = autograd.attend(q, k, v, False, 0.5, "reference", {})
     monkeypatch.setattr(autograd, "_delta", _delta)
     monkeypatch.setattr(autograd, "_backward", _backward)
-    monkeypatch.setattr(autograd, "eager", lambda q: False)
+    monkeypatch.setattr(autograd, "eager", lambda *tensors: False)
     for x, grad in zip((q, k, v), torch.autograd.grad(o.sum(), (q, k, v)), strict=True):
         assert grad.shape == x.shape
 
@@ -208,10 +208,10 @@ class Made:
 
 
 def test_launch_remembers_by_name():
-    ran, again, q = [], {}, torch.zeros(5)
+    ran, cache, q = [], {}, torch.zeros(5)
 
     def launch(number, name, x):
-        codegen.launch(lambda: [Made(number, ran), Made(number + 1, ran)], (q, x), name, again)
+        launcher.launch(lambda: [Made(number, ran), Made(number + 1, ran)], (q, x), name, cache)
 
     launch(1, "a", q)
     launch(3, "a", q)
@@ -221,31 +221,31 @@ def test_launch_remembers_by_name():
     first, second = [(1,), (2,)], [(-1, [q.data_ptr(), q.data_ptr()]), (-2, [q.data_ptr(), q.data_ptr()])]
     third = [(-1, [q.data_ptr(), q.data_ptr() + 16]), (-2, [q.data_ptr(), q.data_ptr() + 16])]
     assert ran == [*first, *second, (5,), (6,), *third, (9,), (10,)]
-    codegen.launch(lambda: [Made(11, ran)], (q,), "a", None)
+    launcher.launch(lambda: [Made(11, ran)], (q,), "a", None)
     assert ran[-1] == (11,)
 
 
 def test_a_misaligned_launch_is_not_remembered():
-    ran, again, q = [], {}, torch.zeros(5)
+    ran, cache, q = [], {}, torch.zeros(5)
     for x in (q[1:], q):
-        codegen.launch(lambda: [Made(1, ran)], (x,), "a", again)
-    assert ran == [(1,), (1,)] and again
+        launcher.launch(lambda: [Made(1, ran)], (x,), "a", cache)
+    assert ran == [(1,), (1,)] and cache
 
 
 def test_empty_remembers_by_name(monkeypatch):
     from torch._C._dynamo.guards import _empty_strided_cpu
 
-    monkeypatch.setattr(codegen, "_empty_strided_cuda", _empty_strided_cpu)
+    monkeypatch.setattr(launcher, "_empty_strided_cuda", _empty_strided_cpu)
     asked = []
 
     def make():
         asked.append(None)
         return torch.empty(2, 3, 5, dtype=torch.float16).transpose(0, 1)
 
-    again = {}
+    cache = {}
     for device, times in ((-1, 1), (-1, 1), (1, 2)):  # -1 is a CPU's number; a GPU that is not the current one is asked
         monkeypatch.setattr(torch._C, "_cuda_getDevice", partial(int, device))
-        x = codegen.empty(make, "x", again)
+        x = launcher.empty(make, "x", cache)
         assert (x.shape, x.stride(), x.dtype) == ((3, 2, 5), (5, 15, 1), torch.float16) and len(asked) == times
-    codegen.empty(make, "x", None)
+    launcher.empty(make, "x", None)
     assert len(asked) == 3

@@ -33,13 +33,14 @@ def launches(
 
     dtype = getattr(torch, dtype, dtype) if isinstance(dtype, str) else dtype
     fields = [field.name for field in dataclasses.fields(Tile)]
+    unknown = [name for name in tile_fields if name not in fields]
     sizes = [value for name, value in tile_fields.items() if name in ("block_m", "block_n")]
     for name, value, good, accepted in (
         ("head_dim", head_dim, head_dim in range(1, MAX_HEAD_DIM + 1), f"1 to {MAX_HEAD_DIM}"),
         ("causal", causal, isinstance(causal, bool), "True, False"),
         ("dtype", dtype, dtype in DTYPES, "float16, bfloat16, float32"),
         ("dtype", dtype, capability >= 80 or dtype != torch.bfloat16, "float16, float32: it runs in float16 there"),
-        ("tile", ", ".join(tile_fields), set(tile_fields) <= set(fields), ", ".join(fields)),
+        ("argument", ", ".join(unknown), not unknown, ", ".join(["head_dim", "causal", "dtype", *fields])),
         ("block", sizes, all(size in (16, 32, 64, 128, 256) for size in sizes), "16, 32, 64, 128, 256"),
     ):
         if not good:

@@ -1,5 +1,6 @@
 """A call like an earlier one takes a short cut (interface._calls, launcher.CachedLaunch): it must compute the same."""
 
+import ctypes
 from functools import partial
 
 import pytest
@@ -116,14 +117,79 @@ def test_a_profiler_sees_a_second_call():
     assert len(seen) == 1
 
 
-@pytest.mark.gpu
-def test_only_what_is_needed_is_computed_again():
-    q, k, v = inputs(1, 2, 100, 100, 64)
-    interface._calls.clear()
-    for needs in ((True, False, False), (False, True, False), (False, False, True), (True, True, True)):
-        leaves = [x.detach().requires_grad_(need) for x, need in zip((q, k, v), needs, strict=True)]
-        attention(*leaves).sum().backward()
-        assert [leaf.grad is not None for leaf in leaves] == list(needs)
+class Emulated:
+    """A CachedLaunch where there is no GPU: the interpreted kernel on tensors at these addresses."""
+
+    def __init__(self, launch, run):
+        self.launch, self.launch_run = launch, run
+
+    def run(self, addresses):
+        left = iter(addresses)
+        args = (self.at(next(left), x) if isinstance(x, torch.Tensor) else x for x in self.launch.args)
+        self.launch_run(self.launch._replace(args=tuple(args)))
+
+    @staticmethod
+    def at(address, like):
+        elements = sum((n - 1) * stride for n, stride in zip(like.shape, like.stride(), strict=True)) + 1
+        memory = (ctypes.c_char * (elements * like.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=like.dtype).as_strided(like.shape, like.stride())
+
+
+@pytest.fixture
+def remembering(monkeypatch):
+    """A function like attention() that remembers calls with one layout of q, k and v, on a CPU too."""
+    if DEVICE == "cpu":
+        run = launcher.Launch.run
+        monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0)  # not the CPU's -1: a result is asked for
+        monkeypatch.setattr(launcher.Launch, "run", lambda launch: run(launch) or Emulated(launch, run))
+    cache = {}
+    return lambda q, k, v: autograd.attend(q, k, v, False, 0.25, "triton", cache)[0]
+
+
+def test_only_what_is_needed_is_computed_again(remembering):
+    tensors = inputs(1, 2, 100, 100, 64)
+    before = [x.clone() for x in tensors]
+    do = torch.randn_like(tensors[0])
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    expected = torch.autograd.grad(autograd.attend(*leaves, False, 0.25, "triton")[0], leaves, do)
+    for needs in 2 * [(True, False, False), (False, True, False), (False, False, True), (True, True, True)]:
+        leaves = [x.detach().requires_grad_(need) for x, need in zip(tensors, needs, strict=True)]
+        remembering(*leaves).backward(do)
+        for x, leaf, need, grad in zip(before, leaves, needs, expected, strict=True):
+            assert torch.equal(leaf, x)
+            assert torch.equal(leaf.grad, grad) if need else leaf.grad is None
+
+
+def test_what_a_backward_pass_is_remembered_by():
+    """All that hooks on saved tensors, and whoever gives the gradients, may change."""
+    q, k, v = inputs(1, 2, 60, 60, 16)
+    tensors, needs = [q, k, v, q, q], [True, True, True]
+    keys = {autograd._backward_key(tensors, None, needs), autograd._backward_key(tensors, q, needs)}
+    keys |= {autograd._backward_key(tensors, None, [*needs[:i], False, *needs[i + 1 :]]) for i in range(3)}
+    for i in range(5):
+        for changed in (tensors[i].float(), tensors[i].mT, tensors[i].to("cpu" if DEVICE == "cuda" else "meta").mT):
+            keys.add(autograd._backward_key([*tensors[:i], changed, *tensors[i + 1 :]], None, needs))
+    assert len(keys) == 2 + 3 + 5 * (3 if DEVICE == "cuda" else 2)  # a CPU and "meta" have the same number
+
+
+def test_the_output_is_let_go_of_before_there_are_gradients(monkeypatch):
+    q, k, v = inputs(1, 1, 40, 40, 16, requires_grad=True)
+    alive, passes = [], autograd._BACKENDS["triton"]
+
+    def backward(*args, **options):
+        alive.append(not torch.UntypedStorage._expired(memory))
+        return passes.backward(*args, **options)
+
+    monkeypatch.setitem(autograd._BACKENDS, "triton", passes._replace(backward=backward))
+    for kept in (False, True):
+        o = attention(q, k, v, backend="triton")
+        memory = o.untyped_storage()._weak_ref()
+        loss = o.sum()
+        if not kept:
+            del o
+        loss.backward()
+        torch.UntypedStorage._free_weak_ref(memory)
+    assert alive == [False, True]
 
 
 @pytest.mark.gpu
@@ -142,6 +208,11 @@ def test_saved_tensors_that_hooks_laid_out_anew():
 def test_what_is_refused_stays_refused():
     q, k, v = inputs(1, 2, 20, 20, 16)
     attention(q, k, v, causal=True, scale=1.0)
+    for other in (lambda x: x.float(), lambda x: x.cpu(), lambda x: x[:, :, :5], lambda x: x[..., :8]):
+        for tensors in ((other(q), k, v), (q, other(k), v), (q, k, other(v))):
+            if tensors[0].shape[2] == 20 or tensors[0].shape[3] == 8:  # another length of q alone is as good
+                with pytest.raises((TypeError, ValueError)):
+                    attention(*tensors, causal=True, scale=1.0)
     for wrong in (
         {"causal": 1},
         {"causal": True, "scale": True},

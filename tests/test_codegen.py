@@ -94,6 +94,7 @@ def command(*arguments, release=triton.__version__):
     )
     if done.returncode:
         return done.stderr
+    assert done.stderr == ""
     return {line[:14].strip(): line[15:] for line in done.stdout.splitlines()}
 
 
@@ -165,7 +166,8 @@ def test_stock_code_of_a_release_without_turing():
         (["forward", "dtype=float17"], "ValueError: dtype: got float17, accepted are float16, bfloat16, float32"),
         (["forward", "dtype=bfloat16"], "dtype: got torch.bfloat16, accepted are float16, float32"),
         (["forward", "block_m=100"], "ValueError: block: got [100], accepted are 16, 32, 64, 128, 256"),
-        (["forward", "block=3"], "ValueError: tile: got block, accepted are block_m, block_n, num_warps"),
+        (["forward", "block=3"], "ValueError: argument: got block, accepted are head_dim, causal, dtype, block_m"),
+        (["forward", "head_dim=fp32"], "ValueError: head_dim: got fp32, accepted are 1 to 256"),  # a type of signatures
         (["forward.py"], "forward.py: ValueError: accepted are forward, dkdv, dq, FILE.py:NAME and MODULE:NAME"),
         (["json:dumps"], "json:dumps: is function, accepted is a Triton kernel"),
         (["nothing.py:kernel"], "nothing.py:kernel: "),

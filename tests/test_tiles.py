@@ -134,6 +134,15 @@ def test_a_tile_that_does_not_fit_is_pruned():
     assert all(configs.smem_bytes("forward", tile, 128, 2, 80) <= 60000 for tile in tiles)
 
 
+def test_what_is_remembered_during_a_tuning_is_forgotten_after_it(tmp_path, monkeypatch):
+    """The number by which interface.attention remembers tiles changes when the new ones are in force, not before."""
+    monkeypatch.setenv("FLASHATTN_CACHE_DIR", str(tmp_path))
+    device, before, seen = Device("some GPU", 75, 65536), configs.tunings, []
+    monkeypatch.setattr(configs, "write_tiles", lambda *args: seen.append(configs.tunings))
+    configs.save_tuned(device, {})
+    assert seen == [before] and configs.tunings == before + 1
+
+
 def test_where_no_tile_fits_it_is_said(monkeypatch):
     monkeypatch.setattr(configs, "device_of", lambda _: Device("tiny", 86, 1000))
     monkeypatch.setattr(configs, "load_tuned", lambda _: {})

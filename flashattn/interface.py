@@ -43,7 +43,8 @@ def attention(
                                                 1 0
                                                 1 1
 
-            A row that sees no key has output 0, lse -inf and gradient 0.
+            A row that sees no key has output 0, lse -inf and gradient 0. The mask of PyTorch's
+            scaled_dot_product_attention(is_causal=True) is aligned at the top left: the same where the lengths are.
         scale: factor of the scores, head_dim**-0.5 if None.
         return_lse: also return the natural logarithm of each row's sum of exp(scale * q k^T).
         backend: "triton" (CUDA tensors on Turing or later, or CPU tensors under TRITON_INTERPRET=1, but for
@@ -55,8 +56,7 @@ def attention(
 
     Raises:
         TypeError, ValueError: an argument is not as above; the message names it, what came, what is accepted.
-        NotImplementedError: backend="triton" where it cannot run; a gradient of a gradient; forward-mode gradients;
-            torch.func transforms (vmap, grad, ...) where gradients are.
+        NotImplementedError: backend="triton" where it cannot run; a gradient of a gradient; forward-mode gradients.
 
     The same inputs give the same bits, forward and backward. float32 uses IEEE products, never TF32; scores,
     softmax and sums are float32 for every dtype. Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.

@@ -115,15 +115,16 @@ def passes(run: Path) -> list[Pass]:
             found.append(Pass(date, gpu, triton, tests_of_folder(folder), best_rates, run.name, marks, files))
     for log in sorted(run.glob("tests_triton*.log")):
         text = log.read_text(encoding="utf-8", errors="replace")
-        if header := re.match(r"torch \S+ Triton (\S+) (.*) commit ", text):
-            no_rates = dict.fromkeys(MODES, "")
-            path = log.relative_to(run.parent).as_posix()
-            found.append(Pass(date, header[2], header[1], tests_of_log(text), no_rates, run.name, marks, (path,)))
+        header = re.match(r"torch \S+ Triton (\S+) (.*) commit ", text)
+        if not header:
+            raise ValueError(f"{log.name}: begins with {text[:40]!r}, accepted is 'torch ... Triton ... commit ...'")
+        path, no_rates = log.relative_to(run.parent).as_posix(), dict.fromkeys(MODES, "")
+        found.append(Pass(date, header[2], header[1], tests_of_log(text), no_rates, run.name, marks, (path,)))
     return found
 
 
 def text(results: Path) -> str:
-    """The index of a results folder; raises ValueError, with the folder's name, for a status that is malformed."""
+    """The index of a results folder; raises ValueError, naming the folder, for a status or log that is malformed."""
     lines = []
     for run in sorted(filter(Path.is_dir, results.iterdir()), reverse=True):
         if not RUN_FOLDER.fullmatch(run.name):

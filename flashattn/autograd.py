@@ -186,13 +186,6 @@ def eager(*tensors: torch.Tensor) -> bool:
     )
 
 
-def _run(operator, *args, cache=None):
-    """_delta or _backward, by itself where it may; `cache` is then handed on."""
-    if cache is not None or eager(*(x for x in args if isinstance(x, torch.Tensor))):
-        return operator(*args, cache=cache)
-    return getattr(torch.ops.flashattn, operator.__name__.strip("_"))(*args)
-
-
 def _save(ctx, inputs, output, cache=None) -> None:
     """What the backward pass takes, of inputs and output of flashattn::forward."""
     ctx.save_for_backward(*inputs[:3], *output)
@@ -205,8 +198,8 @@ def _gradients(ctx, do, dlse_log2) -> tuple[torch.Tensor | None, ...]:
     q, k, v, o, lse_log2 = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     needs = list(ctx.needs_input_grad[:3])
-    cache = None
-    if eager(*(q, k, v, o, do), *(() if dlse_log2 is None else (dlse_log2,))):
+    cache, alone = None, eager(*(q, k, v, o, do), *(() if dlse_log2 is None else (dlse_log2,)))
+    if alone:
         if ctx.cache is not None:
             cache = ctx.cache.setdefault(_backward_key((q, k, v, o, do), dlse_log2, needs), {})
         delta = _delta(o, do, dlse_log2, ctx.settings[-1], cache=cache)
@@ -216,7 +209,7 @@ def _gradients(ctx, do, dlse_log2) -> tuple[torch.Tensor | None, ...]:
         delta = torch.ops.flashattn.delta(o, do, dlse_log2, ctx.settings[-1])
     # Only a graph of the backward pass, for a gradient of a gradient, makes autograd run this with gradients on.
     backward = _AttentionBackward.apply if torch.is_grad_enabled() else _AttentionBackward.forward
-    grads = backward(cache, q, k, v, do, lse_log2, delta, *ctx.settings, needs)
+    grads = backward(alone, cache, q, k, v, do, lse_log2, delta, *ctx.settings, needs)
     return tuple(g if need else None for g, need in zip(grads, needs, strict=True))
 
 
@@ -267,8 +260,8 @@ class _AttentionBackward(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(cache, *args):
-        return _run(_backward, *args, cache=cache)
+    def forward(alone, cache, *args):
+        return _backward(*args, cache=cache) if alone else torch.ops.flashattn.backward(*args)
 
     @staticmethod
     def setup_context(ctx, inputs, output):

@@ -1,7 +1,6 @@
 """A kernel launch as data, and the short cut for launches like an earlier one."""
 
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -117,8 +116,11 @@ def launch(make: Callable[[], list[Launch]], tensors: tuple, name: str, cache: L
 
     Where an address is no multiple of 16, `cache` has nothing, and keeps nothing.
     """
-    # As numbers: of a tensor's address Triton asks the driver, each time, whether it is the GPU's.
-    if cache is None or functools.reduce(operator.or_, addresses := [x.data_ptr() for x in tensors]) % 16:
+    addresses, low_bits = [], 0  # as numbers: of a tensor's Triton asks the driver, each time, whether it is the GPU's
+    for x in tensors if cache is not None else ():
+        addresses.append(address := x.data_ptr())
+        low_bits |= address
+    if cache is None or low_bits % 16:
         for one in make():
             one.run()
     elif found := cache.get(name):
@@ -137,12 +139,12 @@ def empty(make: Callable[[], torch.Tensor], name: str, cache: LaunchCache | None
     """
     if cache is None:
         return make()
-    if name not in cache:
-        x = make()
-        cache[name] = x.get_device(), (tuple(x.shape), x.stride(), x.dtype)
-        return x
-    device, like = cache[name]
-    return _empty_strided_cuda(*like) if _empty_strided_cuda and device == torch._C._cuda_getDevice() else make()
+    if found := cache.get(name):
+        device, like = found
+        return _empty_strided_cuda(*like) if _empty_strided_cuda and device == torch._C._cuda_getDevice() else make()
+    x = make()
+    cache[name] = x.get_device(), (tuple(x.shape), x.stride(), x.dtype)
+    return x
 
 
 def _is_watched() -> bool:

@@ -181,9 +181,12 @@ def eager(*tensors: torch.Tensor) -> bool:
     It may not where it is watched; nor on subclasses, and on tensors that are not what their memory says: lazy
     negations (torch.Tensor.is_neg), and gradients that are known to be 0.
     """
-    return unwatched() and all(
-        type(x) in (torch.Tensor, torch.nn.Parameter) and not x.is_neg() and not x._is_zerotensor() for x in tensors
-    )
+    if not unwatched():
+        return False
+    for x in tensors:
+        if type(x) not in (torch.Tensor, torch.nn.Parameter) or x.is_neg() or x._is_zerotensor():
+            return False
+    return True
 
 
 def _save(ctx, inputs, output, cache=None) -> None:
@@ -198,7 +201,7 @@ def _gradients(ctx, do, dlse_log2) -> tuple[torch.Tensor | None, ...]:
     q, k, v, o, lse_log2 = ctx.saved_tensors
     do = torch.zeros_like(o) if do is None else do
     needs = list(ctx.needs_input_grad[:3])
-    cache, alone = None, eager(*(q, k, v, o, do), *(() if dlse_log2 is None else (dlse_log2,)))
+    cache, alone = None, eager(q, k, v, o, do, *([] if dlse_log2 is None else [dlse_log2]))
     if alone:
         if ctx.cache is not None:
             cache = ctx.cache.setdefault(_backward_key((q, k, v, o, do), dlse_log2, needs), {})

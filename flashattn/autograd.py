@@ -155,14 +155,16 @@ def _backward_fake(q, k, v, do, lse_log2, delta, causal, scale, backend, needs):
     return tuple(torch.empty_like(x) if need else x.new_empty(0) for x, need in inputs)
 
 
-def _flops(products: int, q_shape, k_shape, *args, **kwargs) -> int:
+def _flops(mode: str, q_shape, k_shape, *args, **kwargs) -> int:
     """What torch.utils.flop_counter counts; its formulas for SDPA leave the mask out too."""
+    from . import measure  # which nothing else here needs
+
     batch, heads, seqlen_q, head_dim = q_shape
-    return 2 * products * batch * heads * seqlen_q * k_shape[2] * head_dim
+    return int(measure.flops(batch, heads, seqlen_q, k_shape[2], head_dim, mode=mode))
 
 
-for _operator, _products in ((torch.ops.flashattn.forward, 2), (torch.ops.flashattn.backward, 5)):
-    register_flop_formula(_operator)(functools.partial(_flops, _products))
+for _mode in ("forward", "backward"):
+    register_flop_formula(getattr(torch.ops.flashattn, _mode))(functools.partial(_flops, _mode))
 
 
 # What a thread's dispatches go through besides their tensors: this, and less of it in inference mode.

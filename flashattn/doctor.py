@@ -305,7 +305,7 @@ def _trial(device: str) -> str:
         error = (results("reference", "cpu") - results("auto", device)).abs().max().item()
     except Exception as error:
         return f"{device}: {_line(error)}"
-    return "" if error < 2e-2 else f"{device}: off by {error}"  # NaN is
+    return "" if error < 1e-2 else f"{device}: off by {error}"  # NaN is
 
 
 def gather() -> Facts:

@@ -73,7 +73,7 @@ def _attend(
         acc = tl.dot(p, v, acc * alpha[:, None], input_precision="ieee")  # [BLOCK_M, BLOCK_D]
         if TAIL_D:
             acc_tail = tl.dot(p, v_tail, acc_tail * alpha[:, None], input_precision="ieee")  # [BLOCK_M, TAIL_D]
-        # The last block has no next: it loads keys that are there cache, since a masked load is waited for at once.
+        # The last block has no next: it loads keys that are there again, since a masked load is waited for at once.
         following = tl.minimum(start_n + BLOCK_N, end - 1)
         if K_AHEAD and not MASKED:
             k_bits, k_tail_bits = load_ahead(

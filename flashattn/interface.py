@@ -102,7 +102,7 @@ def _call_key(q, k, v, causal, scale, backend) -> tuple | None:
         and type(causal) is bool
         and (scale is None or isinstance(scale, float))
         and type(backend) is str
-        and unwatched()
+        and unwatched()  # and what else eager() asks, but for gradients: that takes half a microsecond
         and not (q.is_neg() or k.is_neg() or v.is_neg())
     )
     if not usual:

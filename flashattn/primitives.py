@@ -20,10 +20,10 @@ def sequence_span(ptr, batch, head, stride_b, stride_h, STRIDE_UNIT: tl.constexp
 
 
 @triton.jit
-def row_stride(stride, SETTLED: tl.constexpr):
+def row_stride(stride, CONSTANT: tl.constexpr):
     """A row stride in the kernel: the constant that launcher.constant_rows has for it, else the argument."""
-    if SETTLED:
-        return tl.full([], SETTLED, tl.int32)
+    if CONSTANT:
+        return tl.full([], CONSTANT, tl.int32)
     else:
         return stride
 

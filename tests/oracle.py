@@ -17,6 +17,13 @@ def inputs(batch, heads, seqlen_q, seqlen_k, head_dim, **options):
     return make_inputs(batch, heads, seqlen_q, seqlen_k, head_dim, **{"device": DEVICE, **options})
 
 
+def gradients(f, tensors, do=None):
+    """Of f's output, in each of the tensors; do is 1 where none is given."""
+    leaves = [x.detach().requires_grad_() for x in tensors]
+    o = f(*leaves)
+    return torch.autograd.grad(o, leaves, torch.ones_like(o) if do is None else do)
+
+
 def compare(q, k, v, *, causal=False, scale=None, backend="triton", do=None, dlse=None, cancels=False):
     """Hold o, lse and the gradients of q, k and v (for random or given do and dlse) to the fp64 oracle.
 

@@ -1,6 +1,8 @@
 """A call like an earlier one takes a short cut (interface._calls, launcher.CachedLaunch): it must compute the same."""
 
 import ctypes
+import random
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
@@ -83,6 +85,64 @@ def test_a_second_call_asks_triton_nothing(launches):
     assert len(launches) == 4
     gradients(*tensors, torch.randn_like(tensors[0]), scale=0.5)
     assert len(launches) == 8
+
+
+@pytest.mark.gpu
+def test_a_second_call_runs_on_the_current_stream(launches):
+    """Its inputs are late there: on any other stream it would compute with zeros."""
+    tensors = inputs(1, 2, 200, 200, 64)
+    do = torch.randn_like(tensors[0])
+    expected = afresh(*tensors, do)
+    late = [torch.zeros_like(x) for x in tensors]
+    torch.cuda.synchronize()
+    seen = len(launches)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        torch.cuda._sleep(10**8)  # cycles, some 50 ms
+        for x, value in zip(late, tensors, strict=True):
+            x.copy_(value)
+        actual = gradients(*late, do)
+    torch.cuda.synchronize()
+    assert len(launches) == seen
+    for a, b in zip(actual, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_a_second_call_in_a_cuda_graph(launches):
+    """The graph computes with what its inputs hold when it is replayed."""
+    tensors = inputs(1, 2, 200, 200, 64)
+    do = torch.randn_like(tensors[0])
+    afresh(*tensors, do)
+    seen, graph = len(launches), torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        actual = gradients(*tensors, do)
+    assert len(launches) == seen
+    for x in tensors:
+        x.copy_(torch.randn_like(x))
+    graph.replay()
+    for a, b in zip(actual, afresh(*tensors, do), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.gpu
+def test_threads_remember_together(monkeypatch):
+    """Also where one forgets all calls while others take theirs."""
+    cases = [inputs(1, 2, length, 100, 64) for length in range(90, 100)]
+    grads = [torch.randn_like(q) for q, _, _ in cases]
+    expected = [afresh(*tensors, do) for tensors, do in zip(cases, grads, strict=True)]
+    torch.cuda.synchronize()
+    monkeypatch.setattr(interface, "MAX_CALLS", 3)
+
+    def work(seed):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for number in random.Random(seed).choices(range(len(cases)), k=50):
+                actual = gradients(*cases[number], grads[number])
+                torch.cuda.current_stream().synchronize()
+                for a, b in zip(actual, expected[number], strict=True):
+                    assert torch.equal(a, b)
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(work, range(4)))
 
 
 @pytest.mark.gpu

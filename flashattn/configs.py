@@ -44,8 +44,8 @@ class Tile:
     across the columns. What loads ahead is wrong on sm_90: Triton fences tiles off from products after the barrier.
     apart (dK/dV) makes dK and dV in launches of their own: of wide heads, registers do not hold both.
     split holds a head dim such as 80 in two tiles of powers of two of columns, 64 and 16 (head_parts), in place of one
-    of 128. max_registers is what a thread may have: so that one more program fits an SM; or 255, all that there are,
-    since ptxas may else give up and take 64, and memory for the rest.
+    of 128. max_registers is what a thread may have: so that one more program fits an SM, or since ptxas then makes
+    faster code; told of 255, all that there are, it does not give up and take 64, and memory for the rest.
     registers and stack_bytes (spills) a thread are the most that ptxas takes for it on sm_75 under Triton 3.2.0,
     3.6.0 and 3.9.0; tests hold it to them. They are facts about a tile, and tiles compare without them.
     """
@@ -388,10 +388,22 @@ TILES: Mapping[str, Table] = _frozen(
             ("forward", _HALF): {
                 32: (Tile(128, 128, 4, 2), Tile(64, 64, 4, 3)),
                 48: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 3)),
-                64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(128, 64, 8, 4), Tile(128, 64, 4, 3)),
+                64: (
+                    Tile(64, 64, 4, 3),
+                    Tile(64, 64, 4, 3, max_registers=104),
+                    Tile(64, 64, 4, 2, max_registers=96),
+                    Tile(64, 128, 4, 2, max_registers=168),
+                    Tile(128, 64, 8, 3),
+                ),
                 80: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 2, split=True)),
                 96: (Tile(64, 64, 4, 2, split=True), Tile(64, 64, 4, 3, split=True), Tile(128, 64, 4, 2, split=True)),
-                128: (Tile(128, 128, 8, 3), Tile(64, 64, 4, 3), Tile(128, 64, 8, 3)),
+                128: (
+                    Tile(128, 128, 8, 3),
+                    Tile(64, 64, 4, 3),
+                    Tile(64, 64, 4, 3, max_registers=255),
+                    Tile(128, 64, 8, 2, max_registers=128),
+                    Tile(128, 32, 8, 4, max_registers=128),
+                ),
                 160: (Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 2, split=True)),
                 192: (Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 3, split=True)),
                 256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
@@ -399,10 +411,15 @@ TILES: Mapping[str, Table] = _frozen(
             ("dkdv", _HALF): {
                 32: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
                 48: (Tile(64, 64, 4, 3, split=True), Tile(32, 128, 4, 3, split=True), Tile(64, 64, 4, 3)),
-                64: (Tile(64, 64, 4, 3), Tile(32, 128, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 4, 2)),
+                64: (
+                    Tile(64, 64, 4, 3),
+                    Tile(64, 64, 4, 3, max_registers=168),
+                    Tile(32, 64, 4, 3, max_registers=168),
+                    Tile(32, 128, 8, 3, max_registers=128),
+                ),
                 80: (Tile(64, 64, 4, 3, split=True), Tile(64, 64, 4, 2, split=True), Tile(32, 64, 4, 2, split=True)),
                 96: (Tile(64, 64, 4, 3, split=True), Tile(64, 64, 4, 2, split=True), Tile(32, 64, 4, 2, split=True)),
-                128: (Tile(64, 128, 8, 3), Tile(64, 64, 4, 2), Tile(64, 128, 8, 2), Tile(32, 64, 4, 2)),
+                128: (Tile(64, 128, 8, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 2), Tile(32, 64, 4, 2)),
                 160: (Tile(32, 128, 8, 2, split=True), Tile(32, 64, 4, 2, split=True)),
                 192: (Tile(64, 128, 8, 2, split=True), Tile(32, 128, 8, 2, split=True), Tile(64, 64, 8, 2, split=True)),
                 256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2, split=True), Tile(32, 64, 8, 2), Tile(32, 64, 4, 1)),
@@ -410,10 +427,21 @@ TILES: Mapping[str, Table] = _frozen(
             ("dq", _HALF): {
                 32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
                 48: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 3)),
-                64: (Tile(64, 64, 4, 3), Tile(128, 64, 8, 3), Tile(64, 128, 4, 3)),
+                64: (
+                    Tile(64, 64, 4, 3, max_registers=144),
+                    Tile(64, 64, 4, 2, max_registers=128),
+                    Tile(64, 32, 4, 3, max_registers=96),
+                    Tile(128, 64, 8, 3),
+                ),
                 80: (Tile(64, 64, 4, 3, split=True), Tile(64, 32, 4, 3, split=True), Tile(64, 64, 4, 2, split=True)),
                 96: (Tile(64, 64, 4, 3, split=True), Tile(64, 32, 4, 3, split=True), Tile(64, 64, 4, 2, split=True)),
-                128: (Tile(128, 64, 8, 3), Tile(64, 32, 4, 3), Tile(64, 64, 4, 2)),
+                128: (
+                    Tile(128, 64, 8, 3),
+                    Tile(128, 32, 8, 3, max_registers=128),
+                    Tile(64, 32, 4, 3),
+                    Tile(64, 32, 4, 2),
+                    Tile(64, 64, 4, 2),
+                ),
                 160: (Tile(128, 64, 8, 3, split=True), Tile(64, 32, 4, 3, split=True)),
                 192: (Tile(128, 64, 8, 2, split=True), Tile(64, 64, 4, 3, split=True)),
                 256: (Tile(64, 64, 4, 2, split=True), Tile(128, 32, 8, 2), Tile(64, 64, 8, 1), Tile(64, 32, 4, 2)),
@@ -442,7 +470,7 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
     from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta, but for 16
     bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums. On sm_100, whose products take more
-    copies, dq has m*n and n*d more, dkdv twice m*n and m*d, and both 16*m bytes.
+    copies, dq has m*n and n*d more, dkdv twice m*n and m*d, and both 16*m bytes, which is what forward has there too.
 
     With hold, shared memory passes the own tiles on to registers, one by one and in rows padded by 8, and the output
     back; in the loop it has the streamed pair, and the second copy.
@@ -453,14 +481,15 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     buffers = tile.num_stages - (capability < 90) if pipelined else 1
     own, other = (n * d, m * d) if pass_ == "dkdv" else (m * d, n * d)  # a tile that is kept, one that streams by
     crossing = m * n if own < d * c or itemsize == 4 else 0
+    blackwell = 100 <= capability < 120
     if pass_ == "forward" and tile.q_in_registers:
         return max((1 + tile.v_ahead) * other, min(m, 16 * tile.num_warps) * (c + 8)) * itemsize
     if tile.hold:
         return max(own // d * (c + 8), 3 * other) * itemsize
     if pass_ == "forward":
         elements = own + (2 * buffers if pipelined else 1 + tile.v_ahead) * other + crossing
-        return elements * itemsize + (8 * m if capability >= 90 or itemsize == 4 else 0)
-    copies = (other + m * n) * itemsize * (2 if pass_ == "dkdv" else 1) + 16 * m if 100 <= capability < 120 else 0
+        return elements * itemsize + (16 * m if blackwell else 8 * m if capability >= 90 or itemsize == 4 else 0)
+    copies = (other + m * n) * itemsize * (2 if pass_ == "dkdv" else 1) + 16 * m if blackwell else 0
     if pass_ == "dq":
         streamed = 2 * buffers * other
         return copies + (2 * own + (streamed + crossing if pipelined else other + max(other, crossing))) * itemsize

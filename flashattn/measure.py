@@ -11,6 +11,7 @@ import importlib.metadata
 import math
 import os
 import platform
+import random
 import statistics
 import subprocess
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -50,7 +51,7 @@ WARMUP_MS = 20.0
 MAX_SAMPLES = 100
 ROUNDS = 5  # of calls that are timed in turns
 TURN_WARMUP_MS = 2.0  # the clocks are up from the turn before
-LONG_MS = 100.0  # from here on a call does not warm up at each turn
+LONG_MS = 40.0  # from here on a call does not warm up at each turn
 WALL_CALLS = 200  # at most, of one sample of wall time
 WALL_ROUNDS = 25  # one sample each: a host's pace wanders more than a GPU's
 CHUNK_S = 0.1  # how long sustained() runs between two looks at the clock
@@ -157,7 +158,8 @@ def time_in_turns(
     """Time several calls as time() does, in turns, so that clocks that drift meet all of them alike.
 
     Each of `calls` makes a context that gives the call; it is entered anew at every turn, and what it holds is freed
-    in between. The order of a round is that of the round before, reversed. With `wall` a sample is the wall time of
+    in between. The order of a round is shuffled, and that of the next its reverse: at its power limit a GPU is as fast
+    as the call before has let it be. With `wall` a sample is the wall time of
     many calls in a row, up to when the device is done: what a call costs where Python cannot keep ahead of the GPU.
     Long calls do not warm up at each turn, but for those named in `warm_up`: such as need so much memory that the
     allocator must first take it back from the turns before.
@@ -183,8 +185,11 @@ def time_in_turns(
             sample = _wall_samples if wall else _samples
             samples[name] += sample(call, launches, count, device, lambda: states[name].append(live_state(device)))
 
+    names, chance = list(calls), random.Random(0)
     for turn in range(rounds + 1):
-        for name in list(calls)[:: -1 if turn % 2 else 1]:
+        if turn:
+            chance.shuffle(names) if turn % 2 else names.reverse()
+        for name in names:
             if name not in failed:
                 try:
                     take(name) if turn else plan(name)

@@ -7,6 +7,7 @@ up from then on; deleting it brings the shipped tiles back. float16 and bfloat16
 import argparse
 import os
 import sys
+from contextlib import nullcontext
 from functools import partial
 
 import torch
@@ -45,8 +46,12 @@ def tune(device, dtype, head_dim, seqlen, causal, budget_ms):
     fastest = {}
     for pass_, launch in launches(q, k, v, do, causal).items():
         tiles = configs.candidates(pass_, gpu, dtype, head_dim)
-        calls = {tile: partial(run, launch(tile)) for tile in tiles}
-        times = {tile: measure.time(call, budget_ms, device=q.device).median_ms for tile, call in calls.items()}
+        calls = {tile: partial(nullcontext, partial(run, launch(tile))) for tile in tiles}
+        times = {}
+        for tile, outcome in measure.time_in_turns(calls, budget_ms, device=q.device).items():
+            if isinstance(outcome, Exception):
+                raise outcome
+            times[tile] = outcome[0].median_ms
         best = min(times, key=times.get)
         kind = pass_, gpu, dtype, head_dim, configs.length_bucket(seqlen), causal
         fastest[configs.tuned_key(*kind)] = best

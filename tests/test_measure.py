@@ -4,6 +4,7 @@ import csv
 import shutil
 import subprocess
 from contextlib import contextmanager
+from itertools import combinations, pairwise
 from types import SimpleNamespace
 
 import pytest
@@ -98,15 +99,20 @@ def turns(**fns):
     return {name: entered(name) for name in fns}, log
 
 
-def test_turns_alternate_and_hold_one_call_at_a_time(clock):
+def test_turns_change_neighbours_and_hold_one_call_at_a_time(clock):
     def call():
         clock.now += 0.01
 
-    calls, log = turns(a=call, b=call)
+    calls, log = turns(**dict.fromkeys("abcdef", call))
     timings = measure.time_in_turns(calls, budget_ms=100.5, device=torch.device("cpu"))
-    there, back = ["a", "-a", "b", "-b"], ["b", "-b", "a", "-a"]
-    assert log == (there + back) * (measure.ROUNDS // 2 + 1)
-    assert [timing.samples for timing, _ in timings.values()] == [10, 10]
+    assert log[1::2] == [f"-{name}" for name in log[::2]]
+    planned, *rounds = [log[i : i + 12 : 2] for i in range(0, len(log), 12)]
+    assert planned == list("abcdef") and len(rounds) == measure.ROUNDS
+    assert all(sorted(names) == planned for names in rounds)
+    assert rounds[1] == rounds[0][::-1] and rounds[3] == rounds[2][::-1]
+    followers = [set(pairwise(names)) for names in rounds]
+    assert all(len(a & b) < 3 for a, b in combinations(followers, 2))  # of five
+    assert [timing.samples for timing, _ in timings.values()] == [10] * 6
     assert timings["a"][0].median_ms == pytest.approx(10)
     assert timings["a"][1] == dict.fromkeys([*measure.GPU_QUERY, "throttle"], "")
 
@@ -141,7 +147,7 @@ def test_a_turn_that_fails_ends_only_its_own_call(clock, fails_at):
     assert timings["good"][0].samples == 5 and count == fails_at
 
 
-@pytest.mark.parametrize(("call_ms", "warm_up", "calls"), [(50, (), 12), (150, (), 7), (150, ("a",), 12)])
+@pytest.mark.parametrize(("call_ms", "warm_up", "calls"), [(30, (), 12), (50, (), 7), (50, ("a",), 12)])
 def test_only_turns_of_long_calls_do_without_a_warm_up(clock, call_ms, warm_up, calls):
     count = 0
 
@@ -169,12 +175,13 @@ def test_turns_in_wall_time_are_many_calls_a_sample(clock):
 
 def test_turns_have_the_state_of_their_own_samples(clock, monkeypatch):
     temperatures = iter(range(100))
-    running = []
+    running, seen = [], {"a": [], "b": []}
     reasons = {"a": "no", "b": "power cap"}
 
     def state(device):
         live = {"sm_clock_mhz": 1000.0, "memory_clock_mhz": "", "power_draw_w": 70.0}
-        return live | {"temperature_c": next(temperatures), "throttle": reasons[running[-1]]}
+        seen[running[-1]].append(next(temperatures))
+        return live | {"temperature_c": seen[running[-1]][-1], "throttle": reasons[running[-1]]}
 
     def call(name):
         running.append(name)
@@ -183,10 +190,10 @@ def test_turns_have_the_state_of_their_own_samples(clock, monkeypatch):
     monkeypatch.setattr(measure, "live_state", state)
     calls, _ = turns(a=lambda: call("a"), b=lambda: call("b"))
     timings = measure.time_in_turns(calls, 50.0, device=torch.device("cpu"))
-    # five rounds: b is read before a in the first, third and fifth
-    common = {"sm_clock_mhz": 1000.0, "memory_clock_mhz": "", "power_draw_w": 70.0}
-    assert timings["a"][1] == common | {"temperature_c": 5, "throttle": "no"}
-    assert timings["b"][1] == common | {"temperature_c": 4, "throttle": "power cap"}
+    for name, temperatures in seen.items():
+        assert len(temperatures) == measure.ROUNDS
+        common = {"sm_clock_mhz": 1000.0, "memory_clock_mhz": "", "power_draw_w": 70.0}
+        assert timings[name][1] == common | {"temperature_c": sorted(temperatures)[2], "throttle": reasons[name]}
 
 
 def test_sustained_tells_a_card_that_slows_down(clock, monkeypatch):

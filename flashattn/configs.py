@@ -441,7 +441,7 @@ TILES: Mapping[str, Table] = _frozen(
                     Tile(64, 64, 4, 2),
                 ),
                 160: (Tile(128, 64, 8, 3, split=True), Tile(64, 32, 4, 3, split=True)),
-                192: (Tile(128, 64, 8, 2, split=True), Tile(64, 64, 4, 3, split=True)),
+                192: (Tile(128, 64, 8, 2, split=True), Tile(64, 64, 4, 3, split=True), Tile(64, 32, 4, 3, split=True)),
                 256: (Tile(64, 64, 4, 2, split=True), Tile(128, 32, 8, 2), Tile(64, 64, 8, 1), Tile(64, 32, 4, 2)),
             },
             **_FLOAT_TILES,
@@ -462,13 +462,14 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
         dq       2*m*d [Q, dO] + b * 2*n*d [K, V]
 
     and m*n [P or dS] more where the output's tile is wider than tall, c > m (c > n for dkdv): its warps are then laid
-    out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses.
+    out side by side, and P crosses between them. float32 runs on the FMA units, where P always crosses; on sm_100
+    forward's P may too.
     A forward tile with Q in registers has it pass m*16 + 16*d at a time before the loop, K and V in it, together only
     with v_ahead, and after it c + 8 for each of m rows, or of 16 a warp, to turn the output round for its store.
     Unpipelined dq, and reload, let it take V's place if it fits there. dkdv may take m*n more to turn P round, or
     from Triton 3.3 on m*d in its place for a second copy of Q or dO, and 8*m*b bytes for lse and delta, but for 16
-    bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums. On sm_100, whose products take more
-    copies, dq has m*n and n*d more, dkdv twice m*n and m*d, and both 16*m bytes, which is what forward has there too.
+    bits on sm_75; forward 8*m bytes, in float32 or on sm_90, for maxima and sums, and 24*m on sm_100. There, where
+    products take more copies, dq has m*n and n*d more, dkdv twice m*n and m*d, and both 16*m bytes.
 
     With hold, shared memory passes the own tiles on to registers, one by one and in rows padded by 8, and the output
     back; in the loop it has the streamed pair, and the second copy.
@@ -478,15 +479,15 @@ def smem_bytes(pass_: str, tile: Tile, head_dim: int, itemsize: int, capability:
     pipelined = capability >= 80 and tile.num_stages > 1
     buffers = tile.num_stages - (capability < 90) if pipelined else 1
     own, other = (n * d, m * d) if pass_ == "dkdv" else (m * d, n * d)  # a tile that is kept, one that streams by
-    crossing = m * n if own < d * c or itemsize == 4 else 0
     blackwell = 100 <= capability < 120
+    crossing = m * n if own < d * c or itemsize == 4 or (blackwell and pass_ == "forward") else 0
     if pass_ == "forward" and tile.q_in_registers:
         return max((1 + tile.v_ahead) * other, min(m, 16 * tile.num_warps) * (c + 8)) * itemsize
     if tile.hold:
         return max(own // d * (c + 8), 3 * other) * itemsize
     if pass_ == "forward":
         elements = own + (2 * buffers if pipelined else 1 + tile.v_ahead) * other + crossing
-        return elements * itemsize + (16 * m if blackwell else 8 * m if capability >= 90 or itemsize == 4 else 0)
+        return elements * itemsize + (24 * m if blackwell else 8 * m if capability >= 90 or itemsize == 4 else 0)
     copies = (other + m * n) * itemsize * (2 if pass_ == "dkdv" else 1) + 16 * m if blackwell else 0
     if pass_ == "dq":
         streamed = 2 * buffers * other

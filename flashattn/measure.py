@@ -14,7 +14,7 @@ import platform
 import random
 import statistics
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -55,6 +55,7 @@ LONG_MS = 40.0  # from here on a call does not warm up at each turn
 WALL_CALLS = 200  # at most, of one sample of wall time
 WALL_ROUNDS = 25  # one sample each: a host's pace wanders more than a GPU's
 CHUNK_S = 0.1  # how long sustained() runs between two looks at the clock
+_orders = random.Random(0)  # of time_in_turns(): the same in every process, others from one of its calls to the next
 
 
 @dataclass(frozen=True)
@@ -147,22 +148,22 @@ def time(
 
 
 def time_in_turns(
-    calls: Mapping[str, Callable[[], AbstractContextManager[Callable[[], object]]]],
+    calls: Mapping[Hashable, Callable[[], AbstractContextManager[Callable[[], object]]]],
     budget_ms: float = 100.0,
     min_samples: int = 5,
     device: torch.device | None = None,
     *,
     wall: bool = False,
-    warm_up: Collection[str] = (),
-) -> dict[str, tuple[Timing, dict] | Exception]:
+    warm_up: Collection[Hashable] = (),
+) -> dict[Hashable, tuple[Timing, dict] | Exception]:
     """Time several calls as time() does, in turns, so that clocks that drift meet all of them alike.
 
     Each of `calls` makes a context that gives the call; it is entered anew at every turn, and what it holds is freed
     in between. The order of a round is shuffled, and that of the next its reverse: at its power limit a GPU is as fast
-    as the call before has let it be. With `wall` a sample is the wall time of
-    many calls in a row, up to when the device is done: what a call costs where Python cannot keep ahead of the GPU.
-    Long calls do not warm up at each turn, but for those named in `warm_up`: such as need so much memory that the
-    allocator must first take it back from the turns before.
+    as the call before has let it be. With `wall` a sample is the wall time of many calls in a row, up to when the
+    device is done: what a call costs where Python cannot keep ahead of the GPU. Long calls do not warm up at each turn,
+    but for those named in `warm_up`: such as need so much memory that the allocator must first take it back from the
+    turns before.
 
     Returns for each name its timing and the median of live_state() while it ran, or the exception that it raised.
     """
@@ -185,10 +186,12 @@ def time_in_turns(
             sample = _wall_samples if wall else _samples
             samples[name] += sample(call, launches, count, device, lambda: states[name].append(live_state(device)))
 
-    names, chance = list(calls), random.Random(0)
+    names = list(calls)
     for turn in range(rounds + 1):
-        if turn:
-            chance.shuffle(names) if turn % 2 else names.reverse()
+        if turn % 2:
+            _orders.shuffle(names)
+        elif turn:
+            names.reverse()
         for name in names:
             if name not in failed:
                 try:

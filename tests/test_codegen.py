@@ -53,10 +53,11 @@ def test_every_tile_for_sm_75(release, dtype, pass_, head_dims):
 @pytest.mark.parametrize(
     "capability, which, release, head_dims",
     [
-        (80, "default", "3.2.0", (64, 128)),
-        (86, "default", "3.2.0", (80, 128)),
-        (90, "default", "3.2.0", (192,)),
-        (90, "all", "3.6.0", (64, 128)),  # where ptxas refuses a limit to the registers that is too low
+        (80, "default", triton.__version__, (64, 128)),
+        (86, "default", triton.__version__, (80, 128)),
+        (90, "default", triton.__version__, (192,)),
+        (90, "all", triton.__version__, (64,)),  # where ptxas refuses a limit to the registers that is too low
+        (90, "all", "3.6.0", (64, 128)),
         (100, "default", "3.6.0", (64,)),
     ],
     ids=str,

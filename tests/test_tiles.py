@@ -116,7 +116,10 @@ def test_at_least_three_candidates_fit(architecture, pass_):
         assert len(set(tiles)) == len(tiles) >= 3
 
 
-@pytest.mark.parametrize("device", DEVICES.values(), ids=DEVICES.keys())
+KIN = {"sm_100": Device("B200", 100, 232448), "sm_120": Device("RTX 5090", 120, 101376)}  # with others' tables
+
+
+@pytest.mark.parametrize("device", [*DEVICES.values(), *KIN.values()], ids=[*DEVICES, *KIN])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("pass_", PASSES)
 def test_some_tile_fits_for_every_head_dim(device, dtype, pass_):

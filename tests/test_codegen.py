@@ -55,9 +55,8 @@ def test_every_tile_for_sm_75(release, dtype, pass_, head_dims):
     [
         (80, "default", triton.__version__, (64, 128)),
         (86, "default", triton.__version__, (80, 128)),
-        (90, "default", triton.__version__, (192,)),
-        (90, "all", triton.__version__, (64,)),  # where ptxas refuses a limit to the registers that is too low
-        (90, "all", "3.6.0", (64, 128)),
+        (90, "default", triton.__version__, (64, 192)),
+        (90, "all", "3.6.0", (64, 128)),  # where ptxas refuses a limit to the registers that is too low
         (100, "default", "3.6.0", (64,)),
     ],
     ids=str,

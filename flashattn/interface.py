@@ -62,28 +62,27 @@ def attention(
     softmax and sums are float32 for every dtype. Source: Dao, FlashAttention-2 (2023), algorithms 1 and 2.
     """
     key = _call_key(q, k, v, causal, scale, backend)
-    if key and (known := _calls.get(key)):  # in that order: torch.compile would guard on what there is
-        o, lse_log2 = attend(q, k, v, *known)
-        return (o, lse_log2 * math.log(2)) if return_lse else o
-    given = q, k, v
-    q, k, v = _autocast(q, k, v)
-    _validate(q, k, v, causal, scale, backend)
-    if backend == "auto":
-        backend = backend_for(q)
-    elif backend == "triton" and (reason := _refusal(q)):
-        raise NotImplementedError(f"backend='triton' {reason}; use backend='auto' or 'reference'")
-    scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    if scale < 0:  # the kernels take the maximum before they scale
-        q, scale = -q, -scale
-    if scale < SMALLEST_SCALE:  # in fp32 it would be 0, and a masked score 0 * -inf
-        q, scale = q * 0, 1.0
-    cache = None
-    if key and q is given[0] and k is given[1] and v is given[2]:
-        if len(_calls) >= MAX_CALLS:
-            _calls.clear()
-        cache = {}
-        _calls[key] = causal, scale, backend, cache
-    o, lse_log2 = attend(q, k, v, causal, scale, backend, cache)
+    known = key and _calls.get(key)  # in that order: torch.compile would guard on what there is
+    if not known:
+        given = q, k, v
+        q, k, v = _autocast(q, k, v)
+        _validate(q, k, v, causal, scale, backend)
+        if backend == "auto":
+            backend = backend_for(q)
+        elif backend == "triton" and (reason := _refusal(q)):
+            raise NotImplementedError(f"backend='triton' {reason}; use backend='auto' or 'reference'")
+        scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
+        if scale < 0:  # the kernels take the maximum before they scale
+            q, scale = -q, -scale
+        if scale < SMALLEST_SCALE:  # in fp32 it would be 0, and a masked score 0 * -inf
+            q, scale = q * 0, 1.0
+        remembered = key and q is given[0] and k is given[1] and v is given[2]
+        known = causal, scale, backend, {} if remembered else None
+        if remembered:
+            if len(_calls) >= MAX_CALLS:
+                _calls.clear()
+            _calls[key] = known
+    o, lse_log2 = attend(q, k, v, *known)
     return (o, lse_log2 * math.log(2)) if return_lse else o
 
 

@@ -12,6 +12,8 @@ from oracle import DEVICE, inputs
 
 from flashattn import attention, autograd, configs, interface, launcher
 
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+
 
 def gradients(q, k, v, do, **options):
     q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
@@ -62,8 +64,7 @@ def test_a_second_call_computes_the_same(view, causal):
     interface._calls.clear()
     gradients(*first, do, causal=causal)
     for _ in range(2):
-        for actual, exact in zip(gradients(*second, do_2, causal=causal), expected, strict=True):
-            assert torch.equal(actual, exact)
+        assert_equal(gradients(*second, do_2, causal=causal), expected)
 
 
 @pytest.mark.gpu
@@ -73,8 +74,7 @@ def test_a_second_call_of_wide_heads_computes_the_same():
     do = torch.randn_like(first[0])
     expected = afresh(*first, do)
     gradients(*[x + 1 for x in first], do)
-    for actual, exact in zip(gradients(*first, do), expected, strict=True):
-        assert torch.equal(actual, exact)
+    assert_equal(gradients(*first, do), expected)
 
 
 @pytest.mark.gpu
@@ -104,8 +104,7 @@ def test_a_second_call_runs_on_the_current_stream(launches):
         actual = gradients(*late, do)
     torch.cuda.synchronize()
     assert len(launches) == seen
-    for a, b in zip(actual, expected, strict=True):
-        assert torch.equal(a, b)
+    assert_equal(actual, expected)
 
 
 @pytest.mark.gpu
@@ -121,8 +120,7 @@ def test_a_second_call_in_a_cuda_graph(launches):
     for x in tensors:
         x.copy_(torch.randn_like(x))
     graph.replay()
-    for a, b in zip(actual, afresh(*tensors, do), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(actual, afresh(*tensors, do))
 
 
 @pytest.mark.gpu
@@ -140,8 +138,7 @@ def test_threads_remember_together(launches, monkeypatch):
             for number in random.Random(seed).choices(range(len(cases)), k=50):
                 actual = gradients(*cases[number], grads[number])
                 torch.cuda.current_stream().synchronize()
-                for a, b in zip(actual, expected[number], strict=True):
-                    assert torch.equal(a, b)
+                assert_equal(actual, expected[number])
 
     sys.setswitchinterval(1e-5)
     try:
@@ -267,8 +264,7 @@ def test_saved_tensors_that_hooks_laid_out_anew():
     expected = afresh(q, k, v, do)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x.contiguous(), lambda x: x):
         actual = gradients(q, k, v, do)
-    for a, b in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, b)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.gpu

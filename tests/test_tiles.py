@@ -25,8 +25,8 @@ def every_tile():
                 for tile in tiles:
                     if HERE.capability >= 90 and (tile.k_ahead or tile.hold):
                         continue  # wrong there, and in no table that serves it: see Tile
-                    if DEVICE == "cpu":  # the interpreter knows neither warps nor stages
-                        tile = dataclasses.replace(tile, num_warps=4, num_stages=1)
+                    if DEVICE == "cpu":  # the interpreter knows no warps, and of stages whether there are several
+                        tile = dataclasses.replace(tile, num_warps=4, num_stages=min(tile.num_stages, 2))
                     tile = dataclasses.replace(tile, registers=255, stack_bytes=0)
                     needed = configs.smem_bytes(pass_, tile, head_dim, itemsize, HERE.capability)
                     if DEVICE == "cpu" or needed <= HERE.shared_bytes:

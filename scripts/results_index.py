@@ -21,10 +21,10 @@ MODES = ("forward", "forward+backward")
 HEAD = """\
 # Results
 
-Made by `scripts/results_index.py` from the run folders, `<date>_<gpu>_<commit>/`, newest first; each has a README of
-its own. Best rates are flashattn's highest median TFLOP/s in `attention.csv`, over all head dims and lengths. The
-project's README quotes complete runs of a commit on the GPU that they were meant for, and runs made by hand, which have
-no `status.json`.
+Made by `scripts/results_index.py` from the run folders, `<date>_<gpu>_<commit>/`, the newest day first; each has a
+README of its own. Best rates are flashattn's highest median TFLOP/s in `attention.csv`, over all head dims and lengths.
+The project's README quotes complete runs of a commit on the GPU that they were meant for, and runs made by hand, which
+have no `status.json`.
 
 | Date | GPU | Triton | Tests passed | Best forward | Best forward+backward | Run | Files |
 | --- | --- | --- | ---: | ---: | ---: | --- | --- |

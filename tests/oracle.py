@@ -1,6 +1,7 @@
 """What the tests of attention share: the device, and one comparison of everything that a call computes."""
 
 import math
+from functools import partial
 
 import torch
 
@@ -11,6 +12,8 @@ from flashattn.testing import check, largest_score, make_inputs, score_condition
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPES = [torch.float16, torch.float32] + ([torch.bfloat16] if DEVICE == "cuda" else [])
+
+assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)  # of tensors, or of sequences of them
 
 
 def inputs(batch, heads, seqlen_q, seqlen_k, head_dim, **options):

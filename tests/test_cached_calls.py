@@ -8,11 +8,9 @@ from functools import partial
 
 import pytest
 import torch
-from oracle import DEVICE, inputs
+from oracle import DEVICE, assert_equal, inputs
 
 from flashattn import attention, autograd, configs, interface, launcher
-
-assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
 
 
 def gradients(q, k, v, do, **options):

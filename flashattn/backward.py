@@ -215,17 +215,21 @@ def dkdv_kernel(
         do_head = sequence_span(do_ptr, batch, head, stride_dob, stride_doh, STRIDE_UNIT)
         row = (batch.to(tl.int64) * heads_k * group + head) * seqlen_q
         for MASKED in tl.static_range(2):
-            dk, dk_tail, dv, dv_tail = _accumulate_dkdv(
-                dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail,
-                q_head, k_ptr, v_ptr, do_head, lse_log2_ptr + row, delta_ptr + row,
-                start_n, begin, full_begin, full_end, seqlen_q, seqlen_k, scale_log2,
-                stride_qm, stride_qd,
-                stride_kn, stride_kd,
-                stride_vn, stride_vd,
-                stride_dom, stride_dod,
-                HEAD_DIM, BLOCK_D, TAIL_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
-                WITH_DK, WITH_DV, RELOAD, HOLD, MASKED,
-            )  # fmt: skip
+            needed = True
+            if MASKED and PIPELINED:
+                needed = begin < seqlen_q - (full_end - full_begin)
+            if needed:
+                dk, dk_tail, dv, dv_tail = _accumulate_dkdv(
+                    dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail,
+                    q_head, k_ptr, v_ptr, do_head, lse_log2_ptr + row, delta_ptr + row,
+                    start_n, begin, full_begin, full_end, seqlen_q, seqlen_k, scale_log2,
+                    stride_qm, stride_qd,
+                    stride_kn, stride_kd,
+                    stride_vn, stride_vd,
+                    stride_dom, stride_dod,
+                    HEAD_DIM, BLOCK_D, TAIL_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
+                    WITH_DK, WITH_DV, RELOAD, HOLD, MASKED,
+                )  # fmt: skip
     if WITH_DK:
         store_parts(
             dk_ptr, dk * scale, dk_tail * scale, start_n, seqlen_k, stride_dkn, stride_dkd,
@@ -349,14 +353,18 @@ def dq_kernel(
     dq_tail = tl.zeros([BLOCK_M, TAIL_D if TAIL_D else 1], tl.float32)
     full_stop, begin, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
     for MASKED in tl.static_range(2):
-        dq, dq_tail = _accumulate_dq(
-            dq, dq_tail, q, q_tail, do, do_tail, lse_log2, delta,
-            k_ptr, v_ptr,
-            start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
-            stride_kn, stride_kd,
-            stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, TAIL_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, HOLD, MASKED,
-        )  # fmt: skip
+        needed = True
+        if MASKED and PIPELINED:
+            needed = begin < end
+        if needed:
+            dq, dq_tail = _accumulate_dq(
+                dq, dq_tail, q, q_tail, do, do_tail, lse_log2, delta,
+                k_ptr, v_ptr,
+                start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
+                stride_kn, stride_kd,
+                stride_vn, stride_vd,
+                HEAD_DIM, BLOCK_D, TAIL_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED, HOLD, MASKED,
+            )  # fmt: skip
     store_parts(
         dq_ptr, dq * scale, dq_tail * scale, start_m, seqlen_q, stride_dqm, stride_dqd,
         BLOCK_M, HEAD_DIM, BLOCK_D, TAIL_D, STRIDE_UNIT, PIPELINED,

@@ -141,15 +141,19 @@ def forward_kernel(
     acc_tail = tl.zeros([BLOCK_M, TAIL_D if TAIL_D else 1], tl.float32)
     full_stop, begin, end = key_range(start_m, seqlen_q, seqlen_k, BLOCK_M, BLOCK_N, CAUSAL)
     for MASKED in tl.static_range(2):
-        acc, acc_tail, m_i, l_i = _attend(
-            acc, acc_tail, m_i, l_i, q, q_tail,
-            k_ptr, v_ptr,
-            start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
-            stride_kn, stride_kd,
-            stride_vn, stride_vd,
-            HEAD_DIM, BLOCK_D, TAIL_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
-            K_TRANSPOSED, K_AHEAD, V_AHEAD, INTEGER_P, MASKED,
-        )  # fmt: skip
+        needed = True
+        if MASKED and PIPELINED:
+            needed = begin < end  # the loads ahead of an empty loop would be some 200 instructions, fetched for once
+        if needed:
+            acc, acc_tail, m_i, l_i = _attend(
+                acc, acc_tail, m_i, l_i, q, q_tail,
+                k_ptr, v_ptr,
+                start_m, begin if MASKED else 0, end if MASKED else full_stop, seqlen_q, seqlen_k, scale_log2,
+                stride_kn, stride_kd,
+                stride_vn, stride_vd,
+                HEAD_DIM, BLOCK_D, TAIL_D, BLOCK_M, BLOCK_N, STRIDE_UNIT, CAUSAL, PIPELINED,
+                K_TRANSPOSED, K_AHEAD, V_AHEAD, INTEGER_P, MASKED,
+            )  # fmt: skip
 
     # A row without a key keeps its maximum; it gets output 0, lse -inf.
     empty = m_i == float("-inf")

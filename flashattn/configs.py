@@ -410,7 +410,7 @@ TILES: Mapping[str, Table] = _frozen(
                 ),
                 80: (Tile(64, 64, 4, 3, split=True), Tile(64, 64, 4, 2, split=True), Tile(32, 64, 4, 2, split=True)),
                 96: (Tile(64, 64, 4, 3, split=True), Tile(64, 64, 4, 2, split=True), Tile(32, 64, 4, 2, split=True)),
-                128: (Tile(64, 128, 8, 3), Tile(32, 64, 4, 3)),
+                128: (Tile(64, 128, 8, 3), Tile(32, 64, 4, 3), Tile(64, 64, 4, 2)),
                 160: (Tile(32, 128, 8, 2, split=True), Tile(32, 64, 4, 2, split=True)),
                 192: (Tile(64, 128, 8, 2, split=True), Tile(32, 128, 8, 2, split=True), Tile(64, 64, 8, 2, split=True)),
                 256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2, split=True), Tile(32, 64, 8, 2), Tile(32, 64, 4, 1)),

@@ -12,6 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
+from . import turing
 from .configs import FUSED, Tile, choose, padded_head_dim, tile_constants
 from .launcher import Launch, LaunchCache, constant_rows, empty, launch, pack_strides
 from .primitives import (
@@ -31,6 +32,8 @@ from .primitives import (
 )
 
 DELTA_ROWS = 64
+# Before 3.3 Triton gives two pipelined loops shared memory of their own where one of them is under a condition.
+LOOPS_SHARE = tl.constexpr(turing.release(turing.triton_version()) >= (3, 3))
 
 
 @triton.jit
@@ -216,7 +219,7 @@ def dkdv_kernel(
         row = (batch.to(tl.int64) * heads_k * group + head) * seqlen_q
         for MASKED in tl.static_range(2):
             needed = True
-            if MASKED and PIPELINED:
+            if MASKED and (PIPELINED and LOOPS_SHARE):
                 needed = begin < seqlen_q - (full_end - full_begin)
             if needed:
                 dk, dk_tail, dv, dv_tail = _accumulate_dkdv(

@@ -32,7 +32,8 @@ from .primitives import (
 )
 
 DELTA_ROWS = 64
-# Before 3.3 Triton gives two pipelined loops shared memory of their own where one of them is under a condition.
+# Before 3.3 Triton gives the two pipelined loops within that over heads shared memory of their own where one of them is
+# under a condition.
 LOOPS_SHARE = tl.constexpr(turing.release(turing.triton_version()) >= (3, 3))
 
 
@@ -220,7 +221,7 @@ def dkdv_kernel(
         for MASKED in tl.static_range(2):
             needed = True
             if MASKED and (PIPELINED and LOOPS_SHARE):
-                needed = begin < seqlen_q - (full_end - full_begin)
+                needed = begin < seqlen_q - (full_end - full_begin)  # as in forward_kernel
             if needed:
                 dk, dk_tail, dv, dv_tail = _accumulate_dkdv(
                     dk, dk_tail, dv, dv_tail, k, k_tail, v, v_tail,
@@ -358,7 +359,7 @@ def dq_kernel(
     for MASKED in tl.static_range(2):
         needed = True
         if MASKED and PIPELINED:
-            needed = begin < end
+            needed = begin < end  # as in forward_kernel
         if needed:
             dq, dq_tail = _accumulate_dq(
                 dq, dq_tail, q, q_tail, do, do_tail, lse_log2, delta,

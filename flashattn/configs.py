@@ -386,14 +386,14 @@ TILES: Mapping[str, Table] = _frozen(
         },
         "sm_90": {
             ("forward", _HALF): {
-                32: (Tile(128, 128, 4, 2), Tile(64, 64, 4, 3)),
-                48: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 3)),
+                32: (Tile(64, 64, 4, 3), Tile(128, 128, 4, 2)),
+                48: (Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 3, split=True), Tile(64, 64, 4, 3)),
                 64: (
                     Tile(64, 64, 4, 3),
                     Tile(64, 64, 4, 2, max_registers=96),
                     Tile(64, 128, 4, 2, max_registers=168),
                 ),
-                80: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 2, split=True)),
+                80: (Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 2, split=True), Tile(64, 64, 4, 3, split=True)),
                 96: (Tile(64, 64, 4, 2, split=True), Tile(64, 64, 4, 3, split=True), Tile(128, 64, 4, 2, split=True)),
                 128: (Tile(64, 64, 4, 3), Tile(128, 128, 8, 3), Tile(64, 32, 4, 3)),
                 160: (Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 2, split=True)),
@@ -401,8 +401,8 @@ TILES: Mapping[str, Table] = _frozen(
                 256: (Tile(128, 64, 8, 2), Tile(64, 64, 4, 2), Tile(64, 32, 4, 2)),
             },
             ("dkdv", _HALF): {
-                32: (Tile(64, 128, 8, 2), Tile(64, 64, 4, 2)),
-                48: (Tile(64, 64, 4, 3, split=True), Tile(32, 128, 4, 3, split=True), Tile(64, 64, 4, 3)),
+                32: (Tile(64, 64, 4, 2), Tile(64, 128, 8, 2)),
+                48: (Tile(32, 128, 4, 3, split=True), Tile(64, 64, 4, 3, split=True), Tile(64, 64, 4, 3)),
                 64: (
                     Tile(64, 64, 4, 3),
                     Tile(32, 64, 4, 3, max_registers=168),
@@ -416,7 +416,7 @@ TILES: Mapping[str, Table] = _frozen(
                 256: (Tile(64, 64, 8, 2), Tile(64, 64, 8, 2, split=True), Tile(32, 64, 8, 2), Tile(32, 64, 4, 1)),
             },
             ("dq", _HALF): {
-                32: (Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+                32: (Tile(64, 64, 4, 3), Tile(128, 64, 4, 3)),
                 48: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 3, split=True), Tile(64, 64, 4, 3)),
                 64: (
                     Tile(64, 64, 4, 2, max_registers=128),
@@ -424,7 +424,7 @@ TILES: Mapping[str, Table] = _frozen(
                     Tile(128, 64, 8, 3),
                 ),
                 80: (Tile(64, 64, 4, 3, split=True), Tile(64, 32, 4, 3, split=True), Tile(64, 64, 4, 2, split=True)),
-                96: (Tile(64, 64, 4, 3, split=True), Tile(64, 32, 4, 3, split=True), Tile(64, 64, 4, 2, split=True)),
+                96: (Tile(64, 64, 4, 2, split=True), Tile(64, 64, 4, 3, split=True), Tile(64, 32, 4, 3, split=True)),
                 128: (
                     Tile(128, 64, 8, 3),
                     Tile(128, 32, 8, 3, max_registers=128),
@@ -432,7 +432,7 @@ TILES: Mapping[str, Table] = _frozen(
                     Tile(64, 64, 4, 2),
                 ),
                 160: (Tile(128, 64, 8, 3, split=True), Tile(64, 32, 4, 3, split=True)),
-                192: (Tile(128, 64, 8, 2, split=True), Tile(64, 64, 4, 3, split=True), Tile(64, 32, 4, 3, split=True)),
+                192: (Tile(64, 64, 4, 3, split=True), Tile(128, 64, 8, 2, split=True), Tile(64, 32, 4, 3, split=True)),
                 256: (Tile(64, 64, 4, 2, split=True), Tile(128, 32, 8, 2), Tile(64, 64, 8, 1), Tile(64, 32, 4, 2)),
             },
             **_FLOAT_TILES,

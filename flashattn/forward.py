@@ -143,7 +143,7 @@ def forward_kernel(
     for MASKED in tl.static_range(2):
         needed = True
         if MASKED and PIPELINED:
-            needed = begin < end  # the loads ahead of an empty loop would be some 200 instructions, fetched for once
+            needed = begin < end  # else it computes the addresses and first loads of an empty loop
         if needed:
             acc, acc_tail, m_i, l_i = _attend(
                 acc, acc_tail, m_i, l_i, q, q_tail,

@@ -52,8 +52,9 @@ def cell(text: object, width: int = 120) -> str:
 
 
 def counted(passed: int, failed: int, skipped: int) -> str:
-    """ "876 of 883, 7 skipped"."""
-    return f"{passed} of {passed + failed + skipped}" + f", {skipped} skipped" * bool(skipped)
+    """ "876 of 884, 1 failed, 7 skipped"."""
+    others = f", {failed} failed" * bool(failed) + f", {skipped} skipped" * bool(skipped)
+    return f"{passed} of {passed + failed + skipped}{others}"
 
 
 def tests_of_folder(folder: Path) -> str:

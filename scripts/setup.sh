@@ -76,6 +76,7 @@ up_to_date() {
 }
 
 if [[ -n "${FLASHATTN_PYTHON:-}" ]]; then
+    (($# == 0)) || fail "FLASHATTN_PYTHON is set, so nothing is made: unset it for $*"
     absolute "$FLASHATTN_PYTHON" || fail "FLASHATTN_PYTHON: no interpreter to run at $FLASHATTN_PYTHON"
     exit
 fi
@@ -98,6 +99,8 @@ stamp="$environment/flashattn-stamp"
 wanted="$root $(cat environment.yml pyproject.toml | cksum)"
 
 if ! up_to_date; then
+    [[ ! -L "$environment" ]] || fail "$environment is a link, and what it points to would be emptied: remove it" \
+        "or set FLASHATTN_PYTHON"
     if [[ -n "$conda" ]]; then make_conda; else make_venv; fi
     echo "$wanted" >"$stamp"
     say "$environment/ is ready"

@@ -231,6 +231,17 @@ def test_prepared_python_is_used_as_it_is(checkout):
         assert Path(process.stdout.strip()).samefile(mine)
     process, _ = checkout.run("scripts/setup.sh", FLASHATTN_PYTHON="absent")
     assert process.returncode == 1 and "FLASHATTN_PYTHON" in process.stderr and "absent" in process.stderr
+    process, asked = checkout.run("scripts/setup.sh", "--venv", "mine", FLASHATTN_PYTHON="mine")
+    assert process.returncode == 1 and "--venv mine" in process.stderr and (process.stdout, asked) == ("", [])
+
+
+@needs_bash
+def test_a_link_is_not_emptied(checkout, tmp_path):
+    checkout.add("python3.12")
+    (tmp_path / "elsewhere").mkdir()
+    (checkout.root / ".venv").symlink_to(tmp_path / "elsewhere")
+    process, asked = checkout.run("scripts/setup.sh")
+    assert process.returncode == 1 and ".venv is a link" in process.stderr and asked == []
 
 
 @needs_bash

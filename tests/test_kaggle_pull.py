@@ -584,8 +584,8 @@ def test_index_of_a_run_made_by_hand(tmp_path):
     log = f"torch 2.11.0 Triton 3.2.0 NVIDIA H200 commit abc\nkept 9 passed by\n{closing}\n"
     (folder / "tests_triton3.2.0_turing_path.log").write_text(log)
     shown = results_index.text(tmp_path)
-    assert "| 2026-12-01 | NVIDIA H200 | 3.6.0 | 5 of 8, 2 skipped | - | - | [made by hand](" in shown
-    assert "| 2026-12-01 | NVIDIA H200 | 3.2.0 | 7 of 10, 2 skipped | - | - |" in shown
+    assert "| 2026-12-01 | NVIDIA H200 | 3.6.0 | 5 of 8, 1 failed, 2 skipped | - | - | [made by hand](" in shown
+    assert "| 2026-12-01 | NVIDIA H200 | 3.2.0 | 7 of 10, 1 failed, 2 skipped | - | - |" in shown
     assert "[tests_triton3.2.0_turing_path](2026-12-01_h200_aaaaaaa/tests_triton3.2.0_turing_path.log)" in shown
     (folder / "tests_triton3.6.0.log").write_text(closing)
     with pytest.raises(ValueError, match="aaaaaaa/tests_triton3.6.0.log: begins with"):

@@ -34,7 +34,7 @@ from .primitives import (
 DELTA_ROWS = 64
 # Before 3.3 Triton gives the two pipelined loops, within the loop over heads, shared memory of their own where one of
 # them is under a condition.
-LOOPS_SHARE = tl.constexpr(turing.release(turing.triton_version()) >= (3, 3))
+LOOPS_SHARE = tl.constexpr(turing.triton_release() >= (3, 3))
 
 
 @triton.jit

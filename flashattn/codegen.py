@@ -138,7 +138,7 @@ def _shorten_pointers() -> None:
     """
     from triton._C.libtriton import llvm
 
-    if turing.release(turing.triton_version()) < (3, 3):
+    if turing.triton_release() < (3, 3):
         llvm.init_targets()
         llvm.translate_to_asm("", "nvptx64-nvidia-cuda", "sm_75", "+ptx63", ["nvptx-short-ptr"], True, False)
 
@@ -252,7 +252,7 @@ def main(arguments: list[str] | None = None) -> None:
         parser.error(f"{wrong[0]}: a value is given as NAME=VALUE")
     values = {name: _value(text, {}) for name, _, text in (text.partition("=") for text in options.values)}
     capability = int(capability[1])
-    if capability >= 100 and turing.release(turing.triton_version()) < (3, 3):  # it would end the process
+    if capability >= 100 and turing.triton_release() < (3, 3):  # it would end the process
         parser.error(f"--arch: got {options.arch}, which Triton {turing.triton_version()} does not compile for")
     try:
         with target(capability):  # a file may ask for the device as it is imported

@@ -165,4 +165,4 @@ def _hooks_owner() -> Any:
 @functools.cache
 def _binds_constants() -> bool:
     """Whether a compiled kernel is handed the constexpr arguments too, to be ignored: since Triton 3.3."""
-    return turing.release(turing.triton_version()) >= (3, 3)
+    return turing.triton_release() >= (3, 3)

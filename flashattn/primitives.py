@@ -209,8 +209,7 @@ def store_tile(
     """The inverse of load_tile, in the element type of the pointer.
 
     NARROW: rows are counted from ROWS on. With the numbers that the loads ahead of the loop have, the compiler keeps
-    what it made of them in registers until here: 16 to 29 a thread in the forward pass at head dim 128 on sm_90. On
-    sm_75 another count gains nothing.
+    what it made of them in registers until here (docs/h200.md). On sm_75 another count gains nothing.
     """
     FIRST: tl.constexpr = ROWS if NARROW and ROWS <= 128 else 0  # offsets of up to 256 rows fit 32 bits
     start -= FIRST

@@ -42,13 +42,18 @@ def release(version: str) -> tuple[int, ...]:
     return tuple(map(int, found[0].split(".")))[:3] if found else ()
 
 
+def triton_release() -> tuple[int, ...]:
+    """triton_version() as numbers, to compare."""
+    return release(triton_version())
+
+
 def code_path(capability: int) -> str:
     """How fp16 dots of the library's kernels compile for a compute capability under this Triton.
 
     "stock": as Triton does it, on tensor cores where the GPU has them. "restored": on Turing's tensor cores, by this
     module. "scalar": on the FMA units, since this Triton leaves the GPU's tensor cores out.
     """
-    triton = release(triton_version())
+    triton = triton_release()
     if capability >= 80 or triton < (3, 3):
         return "stock"
     return "restored" if capability == 75 and ".".join(map(str, triton)) in RESTORED else "scalar"

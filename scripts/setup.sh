@@ -61,6 +61,7 @@ venv_serves() { # whether .venv/ can stay: a venv works only in the folder it wa
 }
 
 make_venv() {
+    [[ ! -L .venv ]] || fail ".venv is a link, and what it points to would be emptied: remove it or set FLASHATTN_PYTHON"
     if ! venv_serves; then
         if [[ -z "$base" ]]; then base="$(find_python)"; fi
         say "making .venv/ with Python $(version "$base")"
@@ -99,8 +100,6 @@ stamp="$environment/flashattn-stamp"
 wanted="$root $(cat environment.yml pyproject.toml | cksum)"
 
 if ! up_to_date; then
-    [[ ! -L "$environment" ]] || fail "$environment is a link, and what it points to would be emptied: remove it" \
-        "or set FLASHATTN_PYTHON"
     if [[ -n "$conda" ]]; then make_conda; else make_venv; fi
     echo "$wanted" >"$stamp"
     say "$environment/ is ready"
